@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypedDict, Unpack, cast
 
@@ -24,6 +23,7 @@ from forge.errors import EngineDead, InvalidConfig, InvalidRequest
 from forge.models.loaded_model import LoadedModel
 from forge.models.loader import load_model
 from forge.overhead import measure_overhead
+from forge.policies import policy_names, policy_path
 from forge.policy import POLICIES, Policy
 from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams, TokenLogprob
@@ -213,22 +213,28 @@ def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
 
 
 def load_policy(name_or_policy: str | Policy) -> Policy:
-    """Return the policy of that name, or the one that the named file defines as `policy`."""
+    """Return the policy of that name, or the one that the named file defines as `policy`.
+
+    Raises InvalidConfig.
+    """
     if isinstance(name_or_policy, Policy):
         return name_or_policy
+    names = ", ".join(policy_names())
+    if not isinstance(name_or_policy, str):
+        raise InvalidConfig("policy", f"{name_or_policy!r} is no name", f"Use {names} or a FILE.py")
     if name_or_policy in POLICIES:
         return POLICIES[name_or_policy]
-    names = ", ".join(POLICIES)
-    if not isinstance(name_or_policy, str) or not name_or_policy.endswith(".py"):
+    path = policy_path(name_or_policy)
+    if path is None:
         raise InvalidConfig(
-            "policy", f"{name_or_policy!r} is not known", f"Use {names} or a FILE.py"
+            "policy", f"{name_or_policy[:64]!r} is not known", f"Use {names} or a FILE.py"
         )
-    if not Path(name_or_policy).is_file():
+    if not path.is_file():
         raise InvalidConfig(
             "policy", f"there is no file {name_or_policy!r}", f"Use {names} or a FILE.py"
         )
     try:
-        policy = runpy.run_path(name_or_policy).get("policy")
+        policy = runpy.run_path(str(path)).get("policy")
     except (Exception, SystemExit) as error:
         raise InvalidConfig(
             "policy", f"{name_or_policy} does not run: {error!r}", "Fix the policy"

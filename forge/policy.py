@@ -222,6 +222,24 @@ def prefills_first(
     return Split(0, decodes_then_chunks(budget, 0, prefilling, context).chunks)
 
 
+def oldest_overtaken(waiting: Sequence[Candidate], max_overtaken: int) -> Candidate | None:
+    """Return the oldest sequence of the most urgent class that has waited too long, or None.
+
+    max_overtaken   admissions of later sequences after which a sequence has
+
+    A policy that admits this sequence before all others overtakes none more often.
+    """
+    top_priority = waiting[0].request.priority
+    return next(
+        (
+            c
+            for c in waiting
+            if c.request.priority == top_priority and c.num_overtaken >= max_overtaken
+        ),
+        None,
+    )
+
+
 FCFS = Policy(first_in_queue, least_progress, decodes_then_chunks)
 """First come, first served within a priority class; prompts in chunks alongside decodes."""
 

@@ -30,7 +30,7 @@ ChoiceT = TypeVar("ChoiceT", TokenSequence, Session)
 class PolicyCalls:
     """Calls a policy with the current context, and keeps its state.
 
-    policy          a value; it may be replaced between two plans
+    policy          a value
     state           what `update` returned last
     build_context   state -> the context of a decision that is made now
     """

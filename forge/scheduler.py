@@ -139,12 +139,12 @@ class Scheduler:
 
     @property
     def policy(self) -> Policy:
-        """The policy. Another one may be set between two plans; it takes over the state."""
+        """The policy. Another one may be set between two plans, and begins at its initial state."""
         return self.policy_calls.policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self.policy_calls.policy = policy
+        self.policy_calls = PolicyCalls(policy, self._build_context)
         self._is_stalled = False
 
     @property
@@ -440,7 +440,8 @@ class Scheduler:
         num_reserved = min(len(self.running), max(1, pool.num_blocks // 100))
         if num_needed + num_reserved > pool.num_free_blocks:
             return False
-        self._make_room(num_needed, sequence.session)
+        num_new = num_needed if parent else pool.num_blocks_for(num_positions) - len(shared)
+        self._make_room(num_new, sequence.session)
         if parent is None:
             why = "resumed" if sequence.epoch else "new"
             sequence.table = pool.open(sequence.id, num_positions, shared)

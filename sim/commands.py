@@ -33,6 +33,8 @@ from forge.cli.settings import Settings
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig
+from forge.llm import load_policy
+from forge.policies import policy_names
 from forge.sim.decision_log import DecisionLog
 from forge.sim.replay import replay
 from forge.sim.reports.chrome_trace import write_chrome_trace
@@ -51,8 +53,6 @@ from forge.sim.scenario import (
     SHAPE_OPTIONS,
     WORKLOAD_OPTIONS,
     Scenario,
-    find_policy,
-    policy_names,
     summary,
 )
 from forge.sim.world import WorldObserver
@@ -169,7 +169,7 @@ def create_scenario(values: Mapping[str, Any], explicit: frozenset[str]) -> Scen
     scenario = Scenario(
         **{each.name: values[each.name] for each in SCENARIO_OPTIONS}, engine=engine
     )
-    find_policy(scenario.policy)  # an unknown policy is reported before runs that take minutes
+    load_policy(scenario.policy)  # an unknown policy is reported before runs that take minutes
     for name in SHAPE_OPTIONS:
         if name in explicit and name not in scenario.options:
             accepting = [each for each, options in WORKLOAD_OPTIONS.items() if name in options]

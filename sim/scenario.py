@@ -24,7 +24,7 @@ from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.llm import load_policy
 from forge.models.hash import HashModel
-from forge.policy import POLICIES, Policy
+from forge.policies import policy_names, policy_path
 from forge.seam import Model
 from forge.sim.answer_recorder import AnswerRecorder
 from forge.sim.clock import Clock, VirtualClockModel
@@ -81,31 +81,6 @@ DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
 
 FILE_PLACEHOLDER = "file"
 """Replaces a path in a header."""
-
-POLICY_FOLDER = Path(__file__).with_name("policies")
-
-
-def policy_names() -> tuple[str, ...]:
-    """Return the names of all policies: those of forge, then those in sim/policies."""
-    files = sorted(file.stem for file in POLICY_FOLDER.glob("*.py") if file.stem != "__init__")
-    return (*POLICIES, *(name.replace("_", "-") for name in files))
-
-
-def policy_path(choice: str) -> Path | None:
-    """Return the file of a policy; None for a policy of forge itself."""
-    if choice.endswith(".py"):
-        return Path(choice)
-    file = POLICY_FOLDER / f"{choice.replace('-', '_')}.py"
-    return file if choice in policy_names() and choice not in POLICIES else None
-
-
-def find_policy(choice: str) -> Policy:
-    """Return the policy of that name, or the one that the file defines. Raises InvalidConfig."""
-    file = policy_path(choice)
-    if file is None and choice not in POLICIES:
-        names = ", ".join(policy_names())
-        raise InvalidConfig("policy", f"{choice[:64]!r} is not known", f"Use {names} or a FILE.py")
-    return load_policy(choice if file is None else str(file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +277,7 @@ class Scenario:
             cost = DraftModelCost(cost, round(1000 * self.draft_cost))
         model = VirtualClockModel(self._create_model(), Clock(), cost)
         config = replace(self.engine, seed=self.seed)
-        return Engine(model, config, policy=find_policy(self.policy)), model
+        return Engine(model, config, policy=load_policy(self.policy)), model
 
     def _create_model(self) -> Model:
         if self.model == "lengths":

@@ -20,7 +20,7 @@ from typing import NamedTuple, cast, get_type_hints
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig
 from forge.limits import Limits
 from forge.llm import Options
-from forge.policy import POLICIES
+from forge.policies import policy_names
 from forge.request import SamplingParams
 
 OptionValue = bool | int | float | str
@@ -178,7 +178,7 @@ ENGINE_OPTIONS = (
 )
 
 POLICY_OPTION = define_option(
-    "policy", str, "fcfs", f"{', '.join(POLICIES)} or a FILE.py", "NAME|FILE.py"
+    "policy", str, "fcfs", f"{', '.join(policy_names())} or a FILE.py", "NAME|FILE.py"
 )
 
 SERVE_OPTIONS = (MODEL_OPTION, *SERVER_OPTIONS, *LIMIT_OPTIONS, *ENGINE_OPTIONS, POLICY_OPTION)

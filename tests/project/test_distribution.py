@@ -91,9 +91,7 @@ def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(
         *("forge", "forge_llm_engine.py"),
         f"forge_llm_engine-{VERSION}.dist-info",
     }
-    assert {"forge/sim/world.py", "forge/bench/policy.py", "forge/sim/policies/newest.py"} <= {
-        *names
-    }
+    assert {"forge/sim/world.py", "forge/bench/policy.py", "forge/policies/newest.py"} <= {*names}
     assert sorted(names) == sorted({*names})
     assert "forge = forge_llm_engine:main" in scripts
     assert install_remedy("hf").endswith(f"'{forge_wheel.name}[hf]'")

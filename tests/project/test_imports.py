@@ -27,6 +27,7 @@ ENGINE_AND_BELOW = {
     *("errors", "config", "request", "seam", "sampling", "blocks"),
     *(
         "policy",
+        "policies.*",
         "sessions",
         "sequence",
         "prefix_cache",
@@ -56,6 +57,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "blocks": {"errors"},
     "sessions": {"blocks", "request"},
     "policy": {"errors", "request", "sessions"},
+    "policies.*": {"policy", "sessions"},
     "max_len": {"config", "errors", "request", "sequence"},
     "policy_calls": {"errors", "policy", "sequence", "sessions"},
     "commit_gate": {"sequence"},
@@ -76,7 +78,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     - {"recording", "tokenizer", "engine", "scheduler", "structured_output"},
     "engine": ENGINE_AND_BELOW - {"engine"} | {"feedback_queue"},
     "overhead": {"config", "engine", "request", "seam"},
-    "invariants": {"blocks", "drafting", "engine", "scheduler", "seam", "sequence"},
+    "invariants": {"blocks", "drafting", "engine", "scheduler", "seam", "sequence", "sessions"},
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
         *("models.*", "version"),
@@ -143,7 +145,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "sim": (
         *("commands", "reports", "sweep", "scenario", "fast_forward", "faults", "world"),
         *("answer_recorder", "decision_log", "wall_clock", "clock", "calibration"),
-        *("cost", "workloads", "metrics", "policies"),
+        *("cost", "workloads", "metrics"),
         *("units", "draws", "length_model", "replay", "__init__"),
     ),
 }

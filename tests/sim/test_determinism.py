@@ -273,7 +273,7 @@ for module, names in (
             setattr(module, name, noted(f"{module.__name__}.{name}", real))
 
 from forge.sim.decision_log import DecisionLog
-from forge.sim.scenario import POLICY_FOLDER, policy_path
+from forge.policies import POLICY_FOLDER, policy_path
 
 sys.addaudithook(note_call)
 with open(sys.argv[1], "rb") as file:

@@ -12,6 +12,8 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.engine import Engine
+from forge.llm import load_policy
+from forge.policies import policy_names
 from forge.request import Delta
 from forge.seam import StepPlan
 from forge.sim.clock import Clock, VirtualClockModel
@@ -19,7 +21,7 @@ from forge.sim.cost.simple import AffineCost, ConstantCost
 from forge.sim.decision_log import DecisionLog
 from forge.sim.fast_forward import run_fast_forward
 from forge.sim.length_model import LengthModel
-from forge.sim.scenario import Scenario, find_policy, policy_names
+from forge.sim.scenario import Scenario
 from forge.sim.workloads.workload import (
     BurstyWorkload,
     ClosedLoopWorkload,
@@ -99,7 +101,7 @@ def draw_world(seed: int) -> tuple[EngineConfig, Workload, AffineCost | Constant
 def run_world(seed: int, fast_forward: bool, reached: Counter[str]) -> RunState:
     config, workload, cost, policy = draw_world(seed)
     model = VirtualClockModel(LengthModel(), Clock(), cost)
-    engine, lines = Engine(model, config, policy=find_policy(policy)), list[str]()
+    engine, lines = Engine(model, config, policy=load_policy(policy)), list[str]()
     log = DecisionLog(lines.append, {"seed": seed})
     world = World(engine, model, workload, log)
     calls = 0

@@ -10,11 +10,12 @@ import pytest
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
 from forge.llm import load_policy
+from forge.policies import POLICY_FOLDER, policy_names
 from forge.policy import POLICIES, Policy
 from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.sequence import Sequence
-from forge.sim.scenario import POLICY_FOLDER, Scenario, find_policy, policy_names, summary
+from forge.sim.scenario import Scenario, summary
 from tests.core.builders import NO_CONTEXT
 
 FILES = sorted(file for file in POLICY_FOLDER.glob("*.py") if file.stem != "__init__")
@@ -49,7 +50,9 @@ def admission_order(policy: Policy, waiting: list[Sequence]) -> list[int]:
 def test_there_are_policies_to_compare_and_each_has_a_name() -> None:
     assert policy_names() == (
         *POLICIES,
-        *("ageing", "fair-share", "newest", "shortest-aged", "shortest-job", "small-chunks"),
+        *("ageing", "attained-service", "fair-queueing", "fair-share", "longest-prefix"),
+        *("newest", "predicted-shortest", "session-fcfs", "shortest-aged", "shortest-job"),
+        *("small-chunks", "working-set"),
     )
 
 
@@ -62,7 +65,7 @@ def test_an_unknown_name_is_refused_with_the_known_names() -> None:
     with pytest.raises(
         InvalidConfig, match=r"^policy: 'nonesuch' is not known. Use fcfs, .*newest"
     ):
-        find_policy("nonesuch")
+        load_policy("nonesuch")
 
 
 @pytest.mark.parametrize("name", policy_names())
@@ -84,7 +87,7 @@ def test_shortest_job_counts_prompt_and_output() -> None:
         create_request(2, 20, 90),
         create_request(3, 9, 9, priority=1),
     )
-    assert admission_order(find_policy("shortest-job"), waiting) == [1, 0, 2, 3]
+    assert admission_order(load_policy("shortest-job"), waiting) == [1, 0, 2, 3]
 
 
 def test_ageing_lets_a_class_wait_for_ten_seconds_and_no_longer() -> None:
@@ -93,7 +96,7 @@ def test_ageing_lets_a_class_wait_for_ten_seconds_and_no_longer() -> None:
         create_request(1, 5, priority=0, arrival_s=9.9),
         create_request(2, 5, priority=0, arrival_s=10.1),
     )
-    assert admission_order(find_policy("ageing"), waiting) == [1, 0, 2]
+    assert admission_order(load_policy("ageing"), waiting) == [1, 0, 2]
 
 
 def test_shortest_aged_lets_a_long_prompt_be_passed_for_a_while() -> None:
@@ -103,14 +106,14 @@ def test_shortest_aged_lets_a_long_prompt_be_passed_for_a_while() -> None:
         create_request(1, 100, arrival_s=1.5),
         create_request(2, 100, arrival_s=1.7),
     )
-    assert admission_order(find_policy("shortest-aged"), waiting) == [1, 0, 2]
+    assert admission_order(load_policy("shortest-aged"), waiting) == [1, 0, 2]
 
 
 def test_newest_serves_the_last_first_within_a_class() -> None:
     waiting = waiting_sequences(
         create_request(0, 5), create_request(1, 5), create_request(2, 5, priority=-1)
     )
-    assert admission_order(find_policy("newest"), waiting) == [2, 1, 0]
+    assert admission_order(load_policy("newest"), waiting) == [2, 1, 0]
 
 
 def test_fair_share_admits_the_tenant_with_the_fewest_waiting_tokens() -> None:
@@ -119,7 +122,7 @@ def test_fair_share_admits_the_tenant_with_the_fewest_waiting_tokens() -> None:
         *many, create_request(3, 150, cache_salt="few"), create_request(4, 140, cache_salt="few")
     )
     # 290 against 300; then the few have less still.
-    assert admission_order(find_policy("fair-share"), waiting) == [3, 4, 0, 1, 2]
+    assert admission_order(load_policy("fair-share"), waiting) == [3, 4, 0, 1, 2]
 
 
 def test_fair_share_preempts_the_tenant_with_the_most_blocks() -> None:
@@ -132,7 +135,7 @@ def test_fair_share_preempts_the_tenant_with_the_most_blocks() -> None:
         scheduler.add(request)
     scheduler.schedule()
     running = list(scheduler.running.values())
-    assert find_policy("fair-share").preempt(running, NO_CONTEXT).request.id == 1
+    assert load_policy("fair-share").preempt(running, NO_CONTEXT).request.id == 1
 
 
 @pytest.mark.parametrize(
@@ -148,14 +151,14 @@ def test_fair_share_computes_prompts_together_in_equal_chunks(
     budget: int, decodes: int, pending: tuple[int, ...], chunks: tuple[int, ...]
 ) -> None:
     filling = waiting_sequences(*(create_request(i, count) for i, count in enumerate(pending)))
-    split = find_policy("fair-share").split(budget, decodes, filling, NO_CONTEXT)
+    split = load_policy("fair-share").split(budget, decodes, filling, NO_CONTEXT)
     assert (split.num_decodes, sorted(split.chunks)) == (decodes, sorted(chunks))
     assert all(chunk <= most for chunk, most in zip(split.chunks, pending, strict=True))
 
 
 def test_small_chunks_bounds_prompts_only_in_steps_with_decodes() -> None:
     filling = waiting_sequences(create_request(0, 200), create_request(1, 900))
-    split = find_policy("small-chunks").split
+    split = load_policy("small-chunks").split
     assert split(2048, 3, filling, NO_CONTEXT) == (3, (200, 56))
     assert split(2048, 0, filling, NO_CONTEXT) == (0, (200, 900))
     assert split(100, 3, filling, NO_CONTEXT) == (3, (97, 0))
