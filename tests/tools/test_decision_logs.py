@@ -28,6 +28,8 @@ def test_digests_are_left_out_of_a_log() -> None:
         (["a", "b"], ["a", "b"], None),
         (["a", "b"], ["a", "c"], "line 2\n    old  b\n    new  c"),
         (["a"], ["a", "b"], "line 2\n    old  None\n    new  b"),
+        (['{"a": {"b": 1}}'], ['{"a": {"b": 1, "c": 2}, "d": 3}'], None),
+        (['{"a": 1}'], ['{"a": 2}'], 'line 1\n    old  {"a": 1}\n    new  {"a": 2}'),
     ],
 )
 def test_the_first_line_that_differs_is_quoted(
