@@ -3,8 +3,9 @@
 Owns the format. Knows no file: it passes text to a function, and hashes each line.
 
     {"forge": "0.1.0", "seed": 0, ...}                           line 1: all that decides the run
-    {"at": 1200, "arrive": 7, "prompt": 40, "output": 9}         times in nanoseconds; "class" and
-                                                                 "tenant" where they are not 0, ""
+    {"at": 1200, "arrive": 7, "prompt": 40, "output": 9}         times in nanoseconds; "class",
+                                                                 "tenant" and "session" where they
+                                                                 are not 0 or ""
     {"at": 5100, "step": 3, "rows": 2, "tokens": 41, "plan": 81, "admitted": [[7, "new, ..."]]}
     {"at": 9100, "quiet": 4, "rows": 2, "plan": 23}              4 steps with the same rows and no
                                                                  decision, the last at 9100
@@ -84,9 +85,13 @@ class DecisionLog:
         return self._hash.hexdigest()
 
     def on_arrival(self, arrival: RequestArrival, now_ns: int, refusal: str | None) -> None:
-        """Write a line for the request, with its class and its tenant if they are set."""
+        """Write a line for the request, with class, tenant and session if they are set."""
         request = arrival.request
-        labels = {"class": request.priority, "tenant": request.cache_salt}
+        labels = {
+            "class": request.priority,
+            "tenant": request.cache_salt,
+            "session": request.session_id,
+        }
         refusal_fields = {} if refusal is None else {"refused": refusal}
         self._write_decision(
             {

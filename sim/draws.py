@@ -20,6 +20,9 @@ GAP_DRAW, PROMPT_DRAW, OUTPUT_DRAW, THINK_TIME_DRAW, STATE_DRAW = range(5)
 CLASS_DRAW, TENANT_DRAW = 48, 49
 """Purposes of request labels."""
 
+TURNS_DRAW, SUBAGENTS_DRAW, ABANDON_DRAW = 50, 51, 52
+"""Purposes of sessions."""
+
 UNEVEN_DRAW, ORDER_DRAW, IDS_DRAW, HOLDOUT_DRAW, NOISE_DRAW, HOST_HOLDOUT_DRAW = range(81, 87)
 BLOCKS_DRAW, PAST_DRAW = 87, 88
 """Purposes in calibration, and NOISE_DRAW in simulations with noise."""

@@ -43,6 +43,12 @@ from forge.sim.metrics import LatencyObjective, RunMetrics
 from forge.sim.workloads.agents import AgentSessions, filler_answer
 from forge.sim.workloads.length_distributions import parse_lengths
 from forge.sim.workloads.request_labels import LabeledWorkload
+from forge.sim.workloads.session_shape import (
+    Pause,
+    SessionShape,
+    parse_hints,
+    parse_pauses,
+)
 from forge.sim.workloads.traces import SAMPLE_TRACE, TraceWorkload, open_trace
 from forge.sim.workloads.workload import (
     BurstyWorkload,
@@ -63,12 +69,17 @@ CALM_RATE_SHARE, BURST_RATE_SHARE, MEAN_DWELL_S = 0.5, 3.0, (8.0, 2.0)
 
 OPEN_LOOP_OPTIONS = ("rate", "requests", "prompt", "output")
 CLOSED_LOOP_OPTIONS = ("clients", "pause", "requests", "prompt", "output")
+SESSION_OPTIONS = (
+    *("sessions", "min_turns", "pause_mix", "subagents", "compact_at"),
+    *("summary_tokens", "abandon", "hints", "oversubscription"),
+)
+"""Options of agent sessions, named in a title where they are set."""
 TRACE_OPTIONS = ("rate", "requests", "scale", "longest_prompt", "longest_output")
 WORKLOAD_OPTIONS = {
     "poisson": OPEN_LOOP_OPTIONS,
     "bursty": OPEN_LOOP_OPTIONS,
     "closed": CLOSED_LOOP_OPTIONS,
-    "agent": (*CLOSED_LOOP_OPTIONS, "turns", "system"),
+    "agent": (*CLOSED_LOOP_OPTIONS, "turns", "system", *SESSION_OPTIONS),
     "sample": TRACE_OPTIONS,
 }
 """Each workload by name -> the options that it accepts. Any other name is a file."""
@@ -87,29 +98,39 @@ FILE_PLACEHOLDER = "file"
 class Scenario:
     """Everything that decides a run. Raises InvalidConfig naming the field.
 
-    workload         poisson, bursty, closed, agent, sample, or the file of a trace
-    rate             requests a second, of those that are played; None: as in the file
-    requests         number of requests; None: those of the file, once
-    prompt           new tokens of a prompt: see forge.sim.workloads.length_distributions
-    output           tokens of an answer
-    clients          closed-loop clients (or concurrent agent sessions)
-    pause            mean seconds between an answer and the next request
-    turns            most turns of an agent session
-    system           tokens of the system prompt that all agent sessions share
-    scale            factor of the lengths of a file, prompts and answers
-    longest_prompt   cut longer prompts of a file to this length; None: do not cut
-    longest_output   cut longer answers of a file to this length; None: do not cut
-    classes          number of priority classes, drawn uniformly; 0 is the most urgent
-    tenants          number of tenants; the first sends as many requests as all others together
-    policy           a name or a FILE.py
-    cost             see forge.sim.cost.cost_spec
-    model            lengths: no tokens, only their number; hash: the deterministic model
-    agreement        probability that a draft is accepted
-    draft_cost       time of a draft model step, as a share of a step of the model
-    slo_ttft_ms      limit of a good request: milliseconds to the first token
-    slo_itl_ms       limit of a good request: mean milliseconds between tokens
-    seed             seed of everything that is drawn
-    engine           configuration of the engine
+    workload          poisson, bursty, closed, agent, sample, or the file of a trace
+    rate              requests a second, of those that are played; None: as in the file
+    requests          number of requests; None: those of the file, once
+    prompt            new tokens of a prompt: see forge.sim.workloads.length_distributions
+    output            tokens of an answer
+    clients           closed-loop clients (or concurrent agent sessions)
+    pause             mean seconds between an answer and the next request
+    turns             most turns of an agent session
+    system            tokens of the system prompt that all agent sessions share
+    sessions          number of agent sessions; None: `requests` / `turns`
+    min_turns         fewest turns of an agent session, uniform up to `turns`; None: `turns`
+    pause_mix         kinds of pauses, SHARE:SECONDS,..., in place of `pause`; None: one kind
+    subagents         probability that a turn starts 1 to 3 sub-agents, which share its context
+    compact_at        tokens of a prompt above which a summary replaces the context; None: never
+    summary_tokens    tokens of such a summary
+    abandon           probability after a turn that its session stops without notice
+    hints             what requests say of their session: any of id,end,pause, or none
+    oversubscription  longest contexts of all open sessions, as a multiple of the cache. Sets the
+                      number of blocks; None: it stays
+    scale             factor of the lengths of a file, prompts and answers
+    longest_prompt    cut longer prompts of a file to this length; None: do not cut
+    longest_output    cut longer answers of a file to this length; None: do not cut
+    classes           number of priority classes, drawn uniformly; 0 is the most urgent
+    tenants           number of tenants; the first sends as many requests as all others together
+    policy            a name or a FILE.py
+    cost              see forge.sim.cost.cost_spec
+    model             lengths: no tokens, only their number; hash: the deterministic model
+    agreement         probability that a draft is accepted
+    draft_cost        time of a draft model step, as a share of a step of the model
+    slo_ttft_ms       limit of a good request: milliseconds to the first token
+    slo_itl_ms        limit of a good request: mean milliseconds between tokens
+    seed              seed of everything that is drawn
+    engine            configuration of the engine
     """
 
     workload: str = "poisson"
@@ -121,6 +142,15 @@ class Scenario:
     pause: float = 0.0
     turns: int = 8
     system: int = 512
+    sessions: int | None = None
+    min_turns: int | None = None
+    pause_mix: str | None = None
+    subagents: float = 0.0
+    compact_at: int | None = None
+    summary_tokens: int = 2000
+    abandon: float = 0.0
+    hints: str = "id,end"
+    oversubscription: float | None = None
     scale: float = 1.0
     longest_prompt: int | None = None
     longest_output: int | None = None
@@ -137,15 +167,17 @@ class Scenario:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        for name in ("rate", "scale", "slo_ttft_ms", "slo_itl_ms"):
+        for name in ("rate", "scale", "slo_ttft_ms", "slo_itl_ms", "oversubscription"):
             self._check_range(name, 1e-9, 1e12, "a number above 0", "Give 1, say")
         for name in (
             *("clients", "classes", "tenants", "turns", "system"),
             *("requests", "longest_prompt", "longest_output"),
+            *("sessions", "min_turns", "compact_at", "summary_tokens"),
         ):
             self._check_range(name, 1, 10**9, "from 1 to 1000000000", "Give 1 or more")
         self._check_range("pause", 0, 1e6, "a time", "Give seconds, or 0")
-        self._check_range("agreement", 0, 1, "a probability", "Give 0 to 1")
+        for name in ("agreement", "subagents", "abandon"):
+            self._check_range(name, 0, 1, "a probability", "Give 0 to 1")
         self._check_range("draft_cost", 0, 100, "a share", "Give 0.1, say")
         self._check_range("seed", -(2**63), 2**63 - 1, "of 64 bits", "Give a smaller one")
         if self.model not in MODELS:
@@ -159,10 +191,35 @@ class Scenario:
             )
         for name in ("prompt", "output"):
             parse_lengths(name, getattr(self, name))
-        parse_cost(self.cost, self.engine)
+        self._check_sessions()
         if self.trace_path is None:  # a frozen value is completed here, within its construction
             object.__setattr__(self, "rate", self.rate or DEFAULT_RATE)
             object.__setattr__(self, "requests", self.requests or DEFAULT_NUM_REQUESTS)
+        if self.workload == "agent" and self.oversubscription is not None:
+            engine = replace(self.engine, num_blocks=self._num_oversubscribed_blocks())
+            object.__setattr__(self, "engine", engine)
+        parse_cost(self.cost, self.engine)
+
+    def _check_sessions(self) -> None:
+        if self.min_turns is not None and self.min_turns > self.turns:
+            raise InvalidConfig(
+                "min_turns", f"{self.min_turns} is above turns, {self.turns}", "Give a smaller one"
+            )
+        if self.compact_at is not None and self.compact_at <= self.system + self.summary_tokens:
+            raise InvalidConfig(
+                "compact_at",
+                f"{self.compact_at} is not above the {self.system + self.summary_tokens} tokens "
+                "of system prompt and summary",
+                "Give a larger one",
+            )
+        parse_hints(self.hints)
+        if self.pause_mix is not None:
+            parse_pauses(self.pause_mix)
+
+    def _num_oversubscribed_blocks(self) -> int:
+        assert self.oversubscription is not None, "called where it is set"
+        num_tokens = self.create_session_shape().working_set_tokens(self.clients)
+        return max(1, round(num_tokens / self.oversubscription / self.engine.block_size))
 
     def _check_range(self, name: str, low: float, high: float, what: str, remedy: str) -> None:
         value = getattr(self, name)
@@ -258,14 +315,39 @@ class Scenario:
             return ClosedLoopWorkload(self.clients, count, lengths, self.pause, seed)
         return AgentSessions(
             self.clients,
-            -(-count // self.turns),
-            self.turns,
-            self.system,
-            lambda session, turn: lengths(session * self.turns + turn),
-            self.pause,
-            self.engine.max_model_len,
+            self.create_session_shape(),
+            parse_hints(self.hints),
             filler_answer if self.model == "lengths" else recorder.answer,
-            seed,
+        )
+
+    def create_session_shape(self) -> SessionShape:
+        """Return the shape of the agent sessions."""
+        prompts = parse_lengths("prompt", self.prompt)
+        outputs = parse_lengths("output", self.output)
+        seed, turns = self.seed, self.turns
+        count = self.requests or DEFAULT_NUM_REQUESTS
+
+        def lengths(session: int, turn: int) -> tuple[int, int]:
+            request_id = session * turns + turn
+            return prompts(seed, request_id), outputs(seed, request_id)
+
+        return SessionShape(
+            turns,
+            self.system,
+            lengths,
+            pauses=(
+                (Pause(1.0, self.pause),)
+                if self.pause_mix is None
+                else parse_pauses(self.pause_mix)
+            ),
+            min_turns=self.min_turns,
+            subagent_share=self.subagents,
+            compact_at=self.compact_at,
+            num_summary_tokens=self.summary_tokens,
+            abandon_share=self.abandon,
+            max_len=self.engine.max_model_len,
+            num_sessions=self.sessions or -(-count // turns),
+            seed=seed,
         )
 
     def create_engine(self) -> tuple[Engine, VirtualClockModel]:
@@ -339,6 +421,9 @@ def summary(world: World) -> dict[str, Any]:
     measures: RunMetrics = world.metrics
     return {
         **measures.summary(),
+        "sessions": world.sessions.summary(
+            scheduler.num_cached_tokens, world.engine.config.block_size
+        ),
         "steps": world.num_steps,
         "preemptions": scheduler.num_preemptions,
         "prompt_tokens": scheduler.num_queried_tokens,

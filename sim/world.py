@@ -24,6 +24,7 @@ from forge.sessions import SessionKey
 from forge.sim.clock import VirtualClockStep
 from forge.sim.metrics import NO_OBJECTIVE, LatencyObjective, RunMetrics
 from forge.sim.units import NS_PER_S
+from forge.sim.session_metrics import SessionMetrics
 from forge.sim.workloads.workload import RequestArrival, Workload
 
 DISCONNECT, ARRIVAL, EXPIRY, CALLBACK = range(4)
@@ -103,6 +104,7 @@ class World:
         self.engine = engine
         self.clock = model.clock
         self.metrics = RunMetrics(objective)
+        self.sessions = SessionMetrics()
         self.num_steps = 0
         self.model = model
         self._workload = workload
@@ -147,6 +149,7 @@ class World:
         self.model.last_step = None
         deltas = engine.step()
         self.num_steps += 1
+        self.sessions.record_admissions(engine.scheduler.new_request_ids)
         now_ns = self.clock.now_ns
         for observer in self._observers:
             observer.on_step(self.model.last_step, deltas, now_ns)
@@ -169,6 +172,7 @@ class World:
             if delta.finish is not None and measures.record_finish(
                 delta.request_id, now_ns, delta.finish.value
             ):
+                self.sessions.record_finish(delta.request_id, now_ns)
                 for arrival in self._workload.follow_up_arrivals(delta.request_id, now_ns):
                     self._push_event(arrival.at_ns, ARRIVAL, arrival)
 
@@ -207,6 +211,11 @@ class World:
         else:
             labels = request.priority, request.cache_salt
             self.metrics.record_arrival(request.id, arrival.at_ns, request.params.n, *labels)
+            if arrival.session is not None:
+                hashes = self.engine.scheduler.requests[request.id][0].hashes
+                self.sessions.record_arrival(
+                    arrival.session, request.cache_salt, request.id, arrival.at_ns, hashes
+                )
             if arrival.disconnect_ns is not None:
                 self._push_event(arrival.disconnect_ns, DISCONNECT, request.id)
         for observer in self._observers:

@@ -23,11 +23,14 @@ class RequestArrival(NamedTuple):
     """A request that arrives at `at_ns`.
 
     disconnect_ns   when its client disconnects if it has no answer by then; None: never
+    session         index of the session that it is a turn of, or a turn of one of its sub-agents;
+                    None: it is part of none. For measures: the request has what the engine sees
     """
 
     at_ns: int
     request: Request
     disconnect_ns: int | None = None
+    session: int | None = None
 
 
 class Workload(Protocol):

@@ -143,7 +143,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("kv_cache", "buffers", "progress"),
     ),
     "sim": (
-        *("commands", "reports", "sweep", "scenario", "fast_forward", "faults", "world"),
+        *("commands", "reports", "run_options", "sweep", "baselines", "scenario"),
+        *("fast_forward", "faults"),
+        *("world", "session_metrics", "block_accesses", "optimal_eviction"),
         *("answer_recorder", "decision_log", "wall_clock", "clock", "calibration"),
         *("cost", "workloads", "metrics"),
         *("units", "draws", "length_model", "replay", "__init__"),

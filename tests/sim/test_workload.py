@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import exp, sqrt
 
@@ -21,7 +21,8 @@ from forge.sim.decision_log import DecisionLog
 from forge.sim.draws import draw_uniform
 from forge.sim.length_model import FILLER_TOKEN, LengthModel
 from forge.sim.units import NS_PER_S
-from forge.sim.workloads.agents import AgentSessions
+from forge.sim.workloads.agents import AgentSessions, filler_answer
+from forge.sim.workloads.session_shape import Pause, SessionShape
 from forge.sim.workloads.workload import (
     BurstyWorkload,
     ClosedLoopWorkload,
@@ -232,7 +233,7 @@ def with_sampling(
     return FixedArrivals(
         tuple(
             RequestArrival(at_ns, Request(request.id + first_id, request.prompt, params))
-            for at_ns, request, _ in arrivals
+            for at_ns, request, *_ in arrivals
         )
     )
 
@@ -264,10 +265,29 @@ def turn_lengths(session: int, turn: int) -> tuple[int, int]:
     return 3 + (5 * session + 3 * turn) % 13, 1 + (3 * session + 7 * turn) % 9
 
 
+def create_agents(
+    max_open_sessions: int,
+    num_sessions: int,
+    max_turns: int,
+    num_system_tokens: int,
+    lengths: Callable[[int, int], tuple[int, int]] = turn_lengths,
+    *,
+    mean_tool_s: float = 0.0,
+    max_len: int | None = None,
+    get_answer: Callable[[int, int], Sequence[int]] = filler_answer,
+) -> AgentSessions:
+    """Return sessions with one kind of pause and neither sub-agents nor compaction."""
+    shape = SessionShape(
+        max_turns, num_system_tokens, lengths,
+        pauses=(Pause(1.0, mean_tool_s),), max_len=max_len, num_sessions=num_sessions,
+    )  # fmt: skip
+    return AgentSessions(max_open_sessions, shape, get_answer=get_answer)
+
+
 def test_the_prompt_of_a_turn_is_the_context_the_answer_and_the_result_of_the_tool() -> None:
     """The answers are those of the model."""
     transcript, log = AnswerRecorder(), ArrivalLog()
-    agents = AgentSessions(
+    agents = create_agents(
         3, 5, 4, 10, turn_lengths, mean_tool_s=0.003, get_answer=transcript.answer
     )
     run_hash_model(VocabularyWorkload(agents, VOCAB), transcript, log, config=numbers())
@@ -289,7 +309,7 @@ def test_the_prompt_of_a_turn_is_the_context_the_answer_and_the_result_of_the_to
 
 def test_the_answer_in_a_context_is_that_of_the_model() -> None:
     transcript, log = AnswerRecorder(), ArrivalLog()
-    agents = AgentSessions(2, 2, 3, 4, turn_lengths, get_answer=transcript.answer)
+    agents = create_agents(2, 2, 3, 4, turn_lengths, get_answer=transcript.answer)
     run_hash_model(VocabularyWorkload(agents, VOCAB), transcript, log, config=numbers())
     assert sorted(log.requests) == list(range(6))
     for request_id in (1, 2, 4, 5):
@@ -306,7 +326,7 @@ def test_an_unlimited_cache_computes_only_the_new_tokens_of_each_turn(agents: in
     first turn hits those of the system prompt.
     """
     size, system = 4, 22
-    ran = world(AgentSessions(agents, 6, 5, system, turn_lengths), config=numbers(blocks=100_000))
+    ran = world(create_agents(agents, 6, 5, system, turn_lengths), config=numbers(blocks=100_000))
     found = (6 - 1) * (system // size) * size
     for session in range(6):
         length = system + turn_lengths(session, 0)[0]
@@ -322,7 +342,7 @@ def test_prompts_of_agents_do_not_depend_on_the_order_of_finishes() -> None:
     def prompts(cost: CostModel) -> list[tuple[int, Request]]:
         log = ArrivalLog()
         world(
-            AgentSessions(4, 9, 3, 8, turn_lengths, mean_tool_s=0.01),
+            create_agents(4, 9, 3, 8, turn_lengths, mean_tool_s=0.01),
             log,
             config=numbers(),
             cost=cost,
@@ -334,14 +354,14 @@ def test_prompts_of_agents_do_not_depend_on_the_order_of_finishes() -> None:
 
 def test_sessions_follow_each_other_and_never_exceed_their_limit() -> None:
     log = ArrivalLog()
-    world(AgentSessions(3, 8, 2, 4, turn_lengths), log, config=numbers())
+    world(create_agents(3, 8, 2, 4, turn_lengths), log, config=numbers())
     assert log.most_open == 3
     assert len(log.ended_ns) == 16
 
 
 def test_the_tool_takes_an_exponential_time() -> None:
     log = ArrivalLog()
-    world(AgentSessions(20, 20, 30, 1, lambda s, t: (1, 1), mean_tool_s=0.5), log, config=numbers())
+    world(create_agents(20, 20, 30, 1, lambda s, t: (1, 1), mean_tool_s=0.5), log, config=numbers())
     gaps = [(log.at_ns[i] - log.ended_ns[i - 1]) / NS_PER_S for i in log.requests if i % 30 != 0]
     assert len(gaps) == 20 * 29
     assert sum(gaps) / len(gaps) == pytest.approx(0.5, rel=3 / sqrt(len(gaps)))
@@ -351,13 +371,13 @@ def test_the_tool_takes_an_exponential_time() -> None:
 def test_a_session_ends_before_its_context_is_too_long(longest: int, turns: int) -> None:
     """15 tokens after the first answer, then 10 more each turn."""
     log = ArrivalLog()
-    agents = AgentSessions(1, 2, 9, 5, lambda session, turn: (5, 5), max_len=longest)
+    agents = create_agents(1, 2, 9, 5, lambda session, turn: (5, 5), max_len=longest)
     world(agents, log, config=numbers())
     assert sorted(log.requests) == [*range(turns), *range(9, 9 + turns)]
 
 
 def test_agents_ignore_requests_of_other_workloads() -> None:
-    agents = AgentSessions(1, 1, 3, 4, turn_lengths)
+    agents = create_agents(1, 1, 3, 4, turn_lengths)
     assert len(list(agents.arrivals())) == 1
     assert list(agents.follow_up_arrivals(300, 5)) == []
 
@@ -386,6 +406,6 @@ def test_draws_of_different_purposes_and_requests_are_unrelated() -> None:
 def test_a_log_names_every_turn_by_its_session_and_index() -> None:
     lines: list[str] = []
     log = DecisionLog(lines.append, {})
-    world(AgentSessions(2, 2, 2, 4, turn_lengths), log, config=numbers())
+    world(create_agents(2, 2, 2, 4, turn_lengths), log, config=numbers())
     arrived = [json.loads(line).get("arrive") for line in lines]
     assert sorted(i for i in arrived if i is not None) == [0, 1, 2, 3]
