@@ -1,7 +1,7 @@
 """The commands of `forge sim`: their flags and their output.
 
-Owns the flags of the simulator. Knows no event: a run belongs to a Scenario. Reads neither the
-environment nor an options file: the command line decides the run.
+Owns the flags that do not decide a run; forge.sim.run_options has the others. Knows no event: a run
+belongs to a Scenario.
 
     forge sim --rate 20 --policy ageing --log run.jsonl --draw --plot run.png --trace run.json
     forge sim sweep --policies fcfs,ageing --rates 10,20 --plot sweep.png
@@ -13,28 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from forge.cli.options import (
-    ENGINE_OPTIONS,
-    MODEL_OPTION,
-    Option,
-    define_option,
-    options_from_dataclass,
-)
+from forge.cli.options import ENGINE_OPTIONS, MODEL_OPTION, Option, define_option
 from forge.cli.parser import CommandFunction, Parser, add_flags
 from forge.cli.settings import Settings
-from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig
-from forge.llm import load_policy
-from forge.policies import policy_names
+from forge.sim.baselines import baselines
 from forge.sim.decision_log import DecisionLog
 from forge.sim.replay import replay
 from forge.sim.reports.chrome_trace import write_chrome_trace
@@ -43,18 +33,20 @@ from forge.sim.reports.terminal import TerminalDrawing
 from forge.sim.reports.text_report import (
     describe_rate,
     describe_scenario,
+    print_baselines,
     print_cost_origin,
     print_refusals,
     print_report,
 )
-from forge.sim.scenario import (
-    DEFAULT_NUM_REQUESTS,
-    DEFAULT_RATE,
-    SHAPE_OPTIONS,
-    WORKLOAD_OPTIONS,
-    Scenario,
-    summary,
+from forge.sim.run_options import (
+    AXIS_OPTIONS,
+    AXIS_TARGETS,
+    RUN_OPTIONS,
+    SEEDS_OPTION,
+    create_scenario,
+    parse_axis,
 )
+from forge.sim.scenario import summary
 from forge.sim.world import WorldObserver
 
 OUTPUT_FILES = {
@@ -67,51 +59,6 @@ OUTPUT_OPTIONS = tuple(
     define_option(name, str, None, text, "FILE") for name, text in OUTPUT_FILES.items()
 )
 
-OPTION_OVERRIDES: dict[str, dict[str, Any]] = {
-    "workload": {"metavar": "NAME|FILE"},
-    "rate": {
-        "help": "requests a second",
-        "default_text": f"{DEFAULT_RATE:g}, or those of the file",
-    },
-    "requests": {
-        "help": "number of requests",
-        "default_text": f"{DEFAULT_NUM_REQUESTS}, or those of the file, once",
-    },
-    "longest_prompt": {"help": "cut longer prompts of a file", "default_text": "no cut"},
-    "longest_output": {"help": "cut longer answers of a file", "default_text": "no cut"},
-    "prompt": {
-        "metavar": "SPREAD",
-        "help": "new tokens of a prompt: 512, 16-1024 or exp:300; or one of several, separated "
-        "by commas",
-    },
-    "output": {"metavar": "SPREAD", "help": "tokens of an answer, in the notation of --prompt"},
-    "policy": {"metavar": "NAME|FILE.py", "help": f"{', '.join(policy_names())} or a FILE.py"},
-    "cost": {
-        "metavar": "COST",
-        "help": "time of a step: unit, a millisecond; affine:BASE,ROW,TOKEN in us; "
-        "roofline:GPU,MODEL, such as roofline:h200,qwen3-4b; or FILE.json of forge sim calibrate",
-    },
-    "model": {"metavar": "NAME"},
-}
-"""Options of Scenario whose command-line text or metavar differs from the docstring."""
-
-SCENARIO_OPTIONS = tuple(
-    each._replace(**OPTION_OVERRIDES.get(each.name, {}))
-    for each in options_from_dataclass(
-        Scenario, [f.name for f in fields(Scenario) if f.name != "engine"]
-    )
-)
-GEOMETRY_OPTIONS = tuple(
-    each._replace(default=getattr(EngineConfig(), each.name), default_text="")
-    for each in ENGINE_OPTIONS
-    if each.name in EngineConfig.__dataclass_fields__ and each.name != "seed"
-)
-DRAFTS_OPTION = define_option(
-    "num_speculative_tokens", int, 0, "drafts of a sequence in a step, 0 to 16"
-)
-RUN_OPTIONS = (*SCENARIO_OPTIONS, *GEOMETRY_OPTIONS, DRAFTS_OPTION)
-"""Options that decide a run."""
-
 FAULT_OPTIONS = (
     define_option(
         "faults", str, None, "inject faults into small worlds: all, or abort=0.1,reset", "SPEC"
@@ -119,6 +66,10 @@ FAULT_OPTIONS = (
     define_option("seeds", int, 1, "number of worlds of --faults, one a seed, from --seed on"),
 )
 """Options of a run with faults, besides --seed."""
+
+BASELINES_OPTION = define_option(
+    "baselines", bool, True, "simulate agents with an infinite cache as well, and count Belady"
+)
 
 MODEL_OPTIONS = tuple(each for each in ENGINE_OPTIONS if each.name != "record")
 CALIBRATION_OPTIONS = (
@@ -138,49 +89,6 @@ REPLAY_OPTIONS = (
 )
 """Options of a replay."""
 
-AXIS_OPTIONS = (
-    define_option("policies", str, None, "policies to compare, separated by commas", "NAMES"),
-    define_option("rates", str, None, "values of --rate: 10,20,40", "X,X"),
-    define_option("budgets", str, None, "values of --max-num-batched-tokens: 512,2048", "N,N"),
-    define_option("blocks", str, None, "values of --num-blocks: 256,1024", "N,N"),
-    define_option("drafts", str, None, "values of --num-speculative-tokens: 0,2,4", "N,N"),
-)
-"""Options of a sweep besides those of a run; each combination is a run."""
-
-AXIS_TARGETS = {
-    "policies": "policy",
-    "rates": "rate",
-    "budgets": "max_num_batched_tokens",
-    "blocks": "num_blocks",
-    "drafts": "num_speculative_tokens",
-}
-"""Option of AXIS_OPTIONS -> the option that receives its values."""
-
-
-def create_scenario(values: Mapping[str, Any], explicit: frozenset[str]) -> Scenario:
-    """Return the scenario of these options. Raises InvalidConfig.
-
-    explicit   names of the options that were given: the workload must accept them
-    """
-    drafts: int = values[DRAFTS_OPTION.name]
-    geometry = {each.name: values[each.name] for each in GEOMETRY_OPTIONS}
-    speculation = Speculation(num_tokens=drafts) if drafts else None
-    engine = EngineConfig(**geometry, seed=values["seed"], speculation=speculation)
-    scenario = Scenario(
-        **{each.name: values[each.name] for each in SCENARIO_OPTIONS}, engine=engine
-    )
-    load_policy(scenario.policy)  # an unknown policy is reported before runs that take minutes
-    for name in SHAPE_OPTIONS:
-        if name in explicit and name not in scenario.options:
-            accepting = [each for each, options in WORKLOAD_OPTIONS.items() if name in options]
-            raise InvalidConfig(
-                name,
-                f"the workload {scenario.workload} does not accept it",
-                f"Leave it out, or take --workload {accepting[0]}",
-            )
-    return scenario
-
-
 # forge sim
 
 
@@ -189,9 +97,15 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
     if settings.values["faults"] is not None:
         return run_faults(args, settings)
     if "seeds" in settings.explicit:
-        raise InvalidConfig("seeds", "a run without faults has one", "Leave it out")
+        raise InvalidConfig("seeds", "a run without faults has one", "Leave it out, or sweep")
     scenario = create_scenario(settings.values, settings.explicit)
     values = settings.values
+    if BASELINES_OPTION.name in settings.explicit and scenario.workload != "agent":
+        raise InvalidConfig(
+            BASELINES_OPTION.name,
+            f"the workload {scenario.workload} has no sessions",
+            "Leave it out, or take --workload agent",
+        )
     if values["plot"] is not None:
         from forge.sim.reports.plots import check_plot_path
 
@@ -226,6 +140,10 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
     print_cost_origin(scenario)
     print_report(scenario, figures, digest)
     record = {"title": describe_scenario(scenario), "header": scenario.header(), "figures": figures}
+    if figures["sessions"] and values["baselines"]:
+        best = baselines(scenario, world)
+        print_baselines(figures, best)
+        record = {**record, "baselines": best}
     _write_json(values["json"], record)
     return 0
 
@@ -259,7 +177,15 @@ def run_faults(args: argparse.Namespace, settings: Settings) -> int:
 
 def sweep(args: argparse.Namespace, settings: Settings) -> int:
     """Run every combination of policies, rates, budgets, blocks and drafts, and print a table."""
-    from forge.sim.sweep import SweepTable, combinations, run_case, sum_refusals
+    from forge.sim.sweep import (
+        COLUMNS,
+        DRAFT_COLUMN,
+        SESSION_COLUMNS,
+        SweepTable,
+        combinations,
+        run_case,
+        sum_refusals,
+    )
 
     values = dict(settings.values)
     axes = {
@@ -277,24 +203,31 @@ def sweep(args: argparse.Namespace, settings: Settings) -> int:
         from forge.sim.reports.plots import check_plot_path
 
         check_plot_path(values["plot"])
-    explicit = settings.explicit | swept.keys()
-    runs = [(case, create_scenario({**values, **case}, explicit)) for case in combinations(swept)]
-    print(f"{describe_scenario(runs[0][1])}, seed {values['seed']}; first of {len(runs)}")
-    print_cost_origin(runs[0][1])
-    has_drafts = any(scenario.engine.speculation is not None for _, scenario in runs)
-    table = SweepTable([case for case, _ in runs], has_drafts)
+    explicit = (settings.explicit | swept.keys()) - {SEEDS_OPTION.name}
+    seeds = range(values["seed"], values["seed"] + _parse_num_seeds(values))
+    runs = [
+        (case, [create_scenario({**values, **case, "seed": seed}, explicit) for seed in seeds])
+        for case in combinations(swept)
+    ]
+    first = runs[0][1][0]
+    print(f"{describe_scenario(first)}, seed {values['seed']}; first of {len(runs) * len(seeds)}")
+    print_cost_origin(first)
+    has_drafts = any(scenarios[0].engine.speculation is not None for _, scenarios in runs)
+    columns = SESSION_COLUMNS if first.workload == "agent" else COLUMNS
+    columns += (DRAFT_COLUMN,) * has_drafts
+    table = SweepTable([case for case, _ in runs], columns, len(seeds))
     print(table.header(), flush=True)
     outcomes = []
-    for case, scenario in runs:
-        outcomes.append(run_case(case, scenario))
-        print(table.format_row(outcomes[-1]), flush=True)  # a sweep may take hours
+    for case, scenarios in runs:
+        found = [run_case(case, scenario) for scenario in scenarios]
+        outcomes += found
+        print(table.format_row(found), flush=True)  # a sweep may take hours
     print_refusals(sum_refusals(outcomes))
     succeeded = [each for each in outcomes if "figures" in each]
     if values["plot"] is not None and succeeded:
         from forge.sim.reports.plots import plot_sweep
 
         plot_sweep(values["plot"], succeeded)
-    first = runs[0][1]
     record = {"title": describe_scenario(first), "header": first.header(), "outcomes": outcomes}
     _write_json(values["json"], record)
     if len(succeeded) < len(outcomes):
@@ -302,21 +235,14 @@ def sweep(args: argparse.Namespace, settings: Settings) -> int:
     return 0 if len(succeeded) == len(outcomes) else 1
 
 
-def parse_axis(name: str, text: str | None) -> list[Any]:
-    """Return the values of an axis, such as `10,20`; none where it was not given.
-
-    Raises InvalidConfig.
-    """
-    if text is None:
-        return []
-    parts = text.split(",")
-    if name == "policies":
-        return parts
-    kind: Callable[[str], Any] = float if name == "rates" else int
-    pattern = r"\d{1,9}(\.\d{1,9})?" if name == "rates" else r"\d{1,9}"
-    if not all(re.fullmatch(pattern, part) for part in parts):
-        raise InvalidConfig(name, f"{text[:64]!r} is not a list of numbers", "Give 10,20, say")
-    return list(map(kind, parts))
+def _parse_num_seeds(values: Mapping[str, Any]) -> int:
+    """Return the runs of each combination. Raises InvalidConfig."""
+    count: int = values[SEEDS_OPTION.name]
+    if count < 1:
+        raise InvalidConfig("seeds", f"{count} is not a positive integer", "Give 1 or more")
+    if count > 1 and values["plot"] is not None:
+        raise InvalidConfig("plot", "a plot has one run of each combination", "Leave out --seeds")
+    return count
 
 
 # forge sim replay
@@ -429,14 +355,14 @@ def add_commands(parser: Parser, words: Sequence[str]) -> None:
             add_command(commands.add_parser(name, help=text, description=text, allow_abbrev=False))
         return
     parser.epilog = f"Other commands: {', '.join(f'forge sim {name}' for name in COMMANDS)}."
-    _configure(parser, simulate, (*RUN_OPTIONS, *FAULT_OPTIONS, *OUTPUT_OPTIONS))
+    _configure(parser, simulate, (*RUN_OPTIONS, *FAULT_OPTIONS, BASELINES_OPTION, *OUTPUT_OPTIONS))
     parser.add_argument("--draw", action="store_true", help=DRAW_HELP)
 
 
 def _add_sweep(parser: Parser) -> None:
     """Compare policies, rates, budgets, blocks and drafts."""
     outputs = [each for each in OUTPUT_OPTIONS if each.name in ("plot", "json")]
-    _configure(parser, sweep, (*AXIS_OPTIONS, *RUN_OPTIONS, *outputs))
+    _configure(parser, sweep, (*AXIS_OPTIONS, SEEDS_OPTION, *RUN_OPTIONS, *outputs))
 
 
 def _add_replay(parser: Parser) -> None:

@@ -23,8 +23,8 @@ from forge.request import Delta
 from forge.sessions import SessionKey
 from forge.sim.clock import VirtualClockStep
 from forge.sim.metrics import NO_OBJECTIVE, LatencyObjective, RunMetrics
-from forge.sim.units import NS_PER_S
 from forge.sim.session_metrics import SessionMetrics
+from forge.sim.units import NS_PER_S
 from forge.sim.workloads.workload import RequestArrival, Workload
 
 DISCONNECT, ARRIVAL, EXPIRY, CALLBACK = range(4)

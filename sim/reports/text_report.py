@@ -11,12 +11,20 @@ from typing import Any
 
 from forge.sim.cost.calibration_file import model_code_digest, read_calibration
 from forge.sim.cost.cost_spec import calibration_path
-from forge.sim.scenario import Scenario
+from forge.sim.scenario import SESSION_OPTIONS, Scenario
+
+REPLACED_BY = {"requests": "sessions", "pause": "pause_mix"}
+"""Option -> the option that replaces it where it is set."""
 
 
 def describe_scenario(scenario: Scenario) -> str:
     """Return the workload, its options, the policy and the cost model in one line."""
-    shape = [f"{name} {_format_option(name, getattr(scenario, name))}" for name in scenario.options]
+    shape = [
+        f"{name} {_format_option(name, getattr(scenario, name))}"
+        for name in scenario.options
+        if name not in SESSION_OPTIONS or getattr(scenario, name) != getattr(Scenario, name)
+        if name not in REPLACED_BY or getattr(scenario, REPLACED_BY[name]) is None
+    ]
     return f"{scenario.workload}, {', '.join(shape)}; {scenario.policy}, {scenario.cost}"
 
 
@@ -53,6 +61,36 @@ def print_refusals(figures: Mapping[str, Any]) -> None:
         print(f"{'':<12}Times are those of the {num_served} requests that were not refused.")
 
 
+def _print_sessions(sessions: Mapping[str, Any]) -> None:
+    completion, resumed = sessions["completion_ms"], sessions["resumed_tokens"]
+    fairness = [f"{index:.3f} over {group}" for group, index in sessions["fairness"].items()]
+    print(
+        f"sessions    {sessions['sessions']}: mean {completion['mean'] / 1e3:.1f} s, p99 "
+        f"{completion['p99'] / 1e3:.1f} s; makespan {sessions['makespan_ms'] / 1e3:.1f} s"
+    )
+    print(f"turns       {sessions['turns']}, {sessions['turns_per_s']:.3f} a second")
+    sources = [f"{count} {source.replace('_', ' ')}" for source, count in resumed.items()]
+    print(f"resumed     tokens by source: {', '.join(sources)}")
+    print(f"fairness    {', '.join(fairness)}: Jain's index of mean turn latencies")
+
+
+def print_baselines(figures: Mapping[str, Any], baselines: Mapping[str, Any]) -> None:
+    """Print what the same sessions reach with an infinite cache and with optimal eviction."""
+    infinite = baselines["infinite"]
+    sessions = infinite["sessions"]
+    infinite_share = infinite["shared_tokens"] / infinite["prompt_tokens"]
+    belady_share = baselines["belady_shared_tokens"] / figures["prompt_tokens"]
+    print(
+        f"infinite    {100 * infinite_share:.1f} % shared, mean session "
+        f"{sessions['completion_ms']['mean'] / 1e3:.1f} s, makespan "
+        f"{sessions['makespan_ms'] / 1e3:.1f} s: the same run if nothing is evicted"
+    )
+    print(
+        f"belady      {100 * belady_share:.1f} % shared: optimal eviction, the requests in the "
+        "order of this run"
+    )
+
+
 def print_report(scenario: Scenario, figures: Mapping[str, Any], digest: str | None) -> None:
     """Print the figures of a run."""
     endings = ", ".join(f"{count} {how}" for how, count in figures["endings"].items())
@@ -78,6 +116,8 @@ def print_report(scenario: Scenario, figures: Mapping[str, Any], digest: str | N
     print(f"cache       {figures['most_blocks']} of {scenario.engine.num_blocks} blocks at most")
     print(f"preemptions {figures['preemptions']}")
     print(f"prefix      {100 * share:.1f} % of {figures['prompt_tokens']} prompt tokens shared")
+    if figures["sessions"]:
+        _print_sessions(figures["sessions"])
     if scenario.engine.speculation is not None:
         print(f"drafts      {figures['accepted']} of {figures['drafted']} accepted")
     if digest is not None:

@@ -17,14 +17,14 @@ import pytest
 
 from forge.cli.main import main
 from forge.sim.commands import (
-    AXIS_OPTIONS,
+    BASELINES_OPTION,
     CALIBRATION_OPTIONS,
     FAULT_OPTIONS,
     OUTPUT_OPTIONS,
     REPLAY_OPTIONS,
-    RUN_OPTIONS,
 )
 from forge.sim.reports.run_history import KINDS
+from forge.sim.run_options import AXIS_OPTIONS, RUN_OPTIONS, SEEDS_OPTION
 from tests.cli.test_cli import format_cells, format_default, format_flag, parse_tables
 from tests.docs.pages import parse_blocks
 
@@ -599,11 +599,13 @@ def rows_of(table: tuple[Any, ...]) -> list[str]:
 
 
 def test_the_page_has_a_row_for_every_option() -> None:
-    run, files, faults, axes, replay, calibrate = parse_tables(PAGE)
+    baselines, figures, run, files, faults, axes, replay, calibrate = parse_tables(PAGE)
+    assert len(figures) == 3
     assert run == rows_of(RUN_OPTIONS)
     assert files == [*rows_of(OUTPUT_OPTIONS), "| `--draw` | | draw every step on the terminal |"]
     assert faults == rows_of(FAULT_OPTIONS)
-    assert axes == rows_of(AXIS_OPTIONS)
+    assert baselines == rows_of((BASELINES_OPTION,))
+    assert axes == rows_of((*AXIS_OPTIONS, SEEDS_OPTION))
     assert replay == rows_of(REPLAY_OPTIONS)
     assert calibrate == rows_of(CALIBRATION_OPTIONS)
 
