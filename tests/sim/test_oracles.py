@@ -919,9 +919,9 @@ def test_requests_may_have_any_ids_in_the_same_order(seed: int) -> None:
     """Request i has the id 7 i + 3."""
 
     def renamed(arrival: RequestArrival) -> RequestArrival:
-        at_ns, request, leaves_ns = arrival
+        request = arrival.request
         again = Request(7 * request.id + 3, request.prompt, request.params)
-        return RequestArrival(at_ns, again, leaves_ns)
+        return arrival._replace(request=again)
 
     log = pressed_log(seed, renamed)
     for line in log:
