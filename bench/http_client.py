@@ -1,7 +1,7 @@
 """HTTP client of the load generators: sends requests and notes the times of streamed events.
 
-Owns connections and parsing. The work for each event is to note its time. Knows no load. The server
-may be forge or a peer; both receive the same prompts of token ids.
+Owns connections and parsing. The work for each event is to store it and its time. Knows no load.
+The server may be forge or a peer; both receive the same prompts of token ids.
 
     ConnectionPool ─► ClientConnection ─► POST ─► event event ... [DONE] ─► RequestTimes
      ▲                     │                └► 429, 503 ──────────────────► None, connection free
@@ -13,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping, Sequence
 from http.client import HTTPConnection
+from types import MappingProxyType
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from forge.bench.workload import RequestTimes
@@ -26,6 +29,8 @@ NO_CHOICES = (b'"choices":[]', b'"choices": []')
 REJECTIONS = ("429", "503")
 """Status codes of an overloaded server: counted as an answer to load, not as a failure."""
 
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+
 MAX_IDLE_S = 2.0
 """Idle connections are not reused after this many seconds.
 
@@ -37,7 +42,8 @@ class StreamedResponse:
     """A streamed response, parsed as its bytes arrive.
 
     chunk_times_s   times at which each event with output was complete
-    num_tokens      count of the usage event; 0 before it
+    output_events   those events, as they came
+    usage           content of the usage event; empty before it
     is_rejected     the server rejected the request as overloaded
     keep_alive      the connection accepts another request after this one
     is_complete     the response is complete
@@ -46,14 +52,38 @@ class StreamedResponse:
 
     def __init__(self) -> None:
         self.chunk_times_s: list[float] = []
-        self.num_tokens = 0
+        self.output_events: list[bytes] = []
+        self.usage: dict[str, Any] = {}
         self.is_rejected = False
         self.keep_alive = True
         self.is_complete = False
         self._raw = b""
         self._event_tail = b""
         self._has_head = False
-        self._body_bytes = 0  # of a rejection
+        self._refusal = ""  # status line of any other refusal
+        self._body_bytes = 0  # of a rejection or refusal
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens by the usage event; 0 before it."""
+        return int(self.usage.get("completion_tokens", 0))
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens that the server found in its cache; None where it does not report them."""
+        details = self.usage.get("prompt_tokens_details") or {}
+        count: int | None = details.get("cached_tokens")
+        return count
+
+    def token_ids(self) -> list[int]:
+        """Return the token ids of the output, for a request with `return_token_ids`.
+
+        Raises RequestFailed where an event has none.
+        """
+        choices = [json.loads(each[len(DATA) :])["choices"][0] for each in self.output_events]
+        if any(choice.get("token_ids") is None for choice in choices):
+            raise RequestFailed("the server does not return the token ids of its output")
+        return [token for choice in choices for token in choice["token_ids"]]
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Parse bytes that arrived at `now_s`."""
@@ -62,32 +92,39 @@ class StreamedResponse:
             head, found, rest = self._raw.partition(b"\r\n\r\n")
             if not found:
                 return
-            self._read_head(head, rest)
+            self._read_head(head)
             self._has_head, self._raw = True, rest
-        if self.is_rejected:
-            self.is_complete = len(self._raw) >= self._body_bytes
+        if self.is_rejected or self._refusal:
+            self._read_refusal()
             return
         while self._read_chunk(now_s):
             pass
 
-    def _read_head(self, head: bytes, body: bytes) -> None:
+    def _read_head(self, head: bytes) -> None:
         status, *lines = head.decode("latin-1").lower().split("\r\n")
         fields = {
             name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)
         }
         code = status.split(" ")[1:2]
         self.keep_alive = fields.get("connection") != "close"
-        if code and code[0] in REJECTIONS:
-            self.is_rejected = True
+        if code != ["200"]:
+            self.is_rejected = bool(code) and code[0] in REJECTIONS
+            if not self.is_rejected:
+                self._refusal = head.partition(b"\r\n")[0].decode("latin-1")
             # Without a length the start of the next answer is unknown.
             self.keep_alive &= "content-length" in fields
             self._body_bytes = int(fields.get("content-length", 0))
-            return
-        if code != ["200"]:
-            first = head.partition(b"\r\n")[0].decode("latin-1")
-            raise RequestFailed(f"the server said {first}: {body[:400].decode(errors='replace')}")
-        if fields.get("transfer-encoding") != "chunked":
+        elif fields.get("transfer-encoding") != "chunked":
             raise RequestFailed("the server does not stream its response in chunks")
+
+    def _read_refusal(self) -> None:
+        """Wait for the body of a rejection or refusal. Raises RequestFailed for the latter."""
+        if len(self._raw) < self._body_bytes:
+            return
+        if self._refusal:
+            problem = self._raw[:400].decode(errors="replace")
+            raise RequestFailed(f"the server said {self._refusal}: {problem}")
+        self.is_complete = True
 
     def _read_chunk(self, now_s: float) -> bool:
         """Parse one chunk of the transfer encoding. Returns False where none is complete."""
@@ -110,11 +147,12 @@ class StreamedResponse:
         if not event.startswith(DATA) or event.startswith(b"data: [DONE]"):
             return
         if any(mark in event for mark in NO_CHOICES):
-            self.num_tokens = json.loads(event[len(DATA) :])["usage"]["completion_tokens"]
+            self.usage = json.loads(event[len(DATA) :])["usage"]
         elif event.startswith(b'data: {"error"'):
             raise RequestFailed(event[len(DATA) :][:400].decode(errors="replace"))
         else:
             self.chunk_times_s.append(now_s)
+            self.output_events.append(event)
 
 
 class ClientConnection(asyncio.Protocol):
@@ -156,6 +194,13 @@ class ClientConnection(asyncio.Protocol):
 
         start_s   the time that the latencies count from
         """
+        reply = await self.send(message)
+        if reply.is_rejected:
+            return None
+        return RequestTimes(start_s, tuple(reply.chunk_times_s), reply.num_tokens)
+
+    async def send(self, message: bytes) -> StreamedResponse:
+        """Send a request and return its complete response, or its rejection."""
         assert self._transport is not None and self.is_free, "there is no free connection"
         self.is_free = False
         self._response = reply = StreamedResponse()
@@ -163,9 +208,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(message)
         await self._completed
         self.is_free = reply.keep_alive and not self._transport.is_closing()
-        if reply.is_rejected:
-            return None
-        return RequestTimes(start_s, tuple(reply.chunk_times_s), reply.num_tokens)
+        return reply
 
     def close(self) -> None:
         self.is_free = False
@@ -182,9 +225,15 @@ class Endpoint:
             raise InvalidConfig("url", f"{url!r} is not the address of a server", "Use http://...")
         self.host, self.port = at.hostname, at.port or 80
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.model = model or self._fetch_model_name()
+        self.model = model or str(self._fetch_models()[0]["id"])
 
-    def _fetch_model_name(self) -> str:
+    def fetch_max_model_len(self) -> int | None:
+        """Return the longest sequence of the model, or None where the server does not report it."""
+        found = (each for each in self._fetch_models() if each["id"] == self.model)
+        length: int | None = next(found, {}).get("max_model_len")
+        return length
+
+    def _fetch_models(self) -> list[dict[str, Any]]:
         connection = HTTPConnection(self.host, self.port, timeout=30)
         try:
             connection.request("GET", "/v1/models", headers=self._headers)
@@ -198,10 +247,16 @@ class Endpoint:
         if answer.status != 200:
             problem = body[:400].decode(errors="replace")
             raise RequestFailed(f"the server said {answer.status} for its models: {problem}")
-        return str(json.loads(body)["data"][0]["id"])
+        models: list[dict[str, Any]] = json.loads(body)["data"]
+        return models
 
-    def build_request(self, prompt: list[int], output: int) -> bytes:
-        """Return the bytes of a streamed request for exactly `output` tokens."""
+    def build_request(
+        self, prompt: Sequence[int], output: int, fields: Mapping[str, Any] = NO_FIELDS
+    ) -> bytes:
+        """Return the bytes of a streamed request for exactly `output` tokens.
+
+        fields   further fields of its body
+        """
         body = json.dumps(
             {
                 "model": self.model,
@@ -211,15 +266,16 @@ class Endpoint:
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **fields,
             }
         ).encode()
-        fields = {
+        headers = {
             "Host": f"{self.host}:{self.port}",
             "Content-Type": "application/json",
             "Content-Length": str(len(body)),
             **self._headers,
         }
-        lines = [f"{name}: {value}" for name, value in fields.items()]
+        lines = [f"{name}: {value}" for name, value in headers.items()]
         return "\r\n".join(["POST /v1/completions HTTP/1.1", *lines, "", ""]).encode() + body
 
 
