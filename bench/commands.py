@@ -51,7 +51,6 @@ BENCH_ENGINE_OPTIONS = tuple(
 """Options of an engine. Each benchmark has its own defaults, so that figures can be compared."""
 
 HTTP_CLIENT_OPTIONS = (
-    CONCURRENCY,
     define_option("label", str, "forge", "the engine's name in results"),
     define_option("model", str, None, "the model's name over HTTP")._replace(
         default_text="the first listed"
@@ -70,6 +69,24 @@ OPEN_LOOP_OPTIONS = (
     define_option("plot", str, None, "plot the figures; needs matplotlib", "FILE.png"),
 )
 """Further options of `forge bench serve`. Only those that were given are passed on."""
+SESSION_OPTIONS = (
+    define_option("agents", int, 64, "sessions that are open at a time"),
+    define_option("sessions", int, 128, "sessions in all"),
+    define_option("turns", int, 20, "most turns of a session"),
+    define_option("system", int, 8192, "tokens of the system prompt that all sessions share"),
+    define_option("new", str, "exp:2000", "new tokens of a turn: 512, 16-1024, exp:300", "LENGTH"),
+    define_option("output", str, "exp:300", "tokens of an answer", "LENGTH"),
+    define_option("pause", float, 3.0, "mean seconds of a tool, between answer and next turn"),
+    define_option("seed", int, 0, "seed of all draws"),
+)
+"""The sessions of `forge bench agents`: fields of AgentLoad."""
+AGENT_OPTIONS = (
+    define_option("hints", str, "none", "none or sessions: forge's fields of a session", "NAME"),
+    define_option(
+        "answers", str, "fixed", "fixed: one token is allowed; returned: the model's", "NAME"
+    ),
+)
+"""Further options of `forge bench agents`."""
 SPEC_OPTIONS = (
     define_option("streams", str, None, "numbers of streams: 1,8,64", "N,N")._replace(
         default_text="1,8,64, as far as max_num_seqs goes"
@@ -204,6 +221,26 @@ def run_serve(args: argparse.Namespace, chosen: Settings) -> int:
     )
 
 
+def run_agents(args: argparse.Namespace, chosen: Settings) -> int:
+    """Measure sessions of agents on a running server: completion times and turns a second."""
+    from forge.bench.agent_load import AgentLoad
+    from forge.bench.agents import main
+
+    values = chosen.values
+    load = AgentLoad(**{each.name: values[each.name] for each in SESSION_OPTIONS})
+    return main(
+        values["url"],
+        values["json"],
+        load,
+        values["hints"],
+        values["answers"],
+        values["label"],
+        values["model"],
+        parse_positive(chosen, "vocab_size"),
+        values["api_key"],
+    )
+
+
 def run_spec(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure the gain of speculative decoding, by proposer and number of drafts."""
     from forge.bench.spec import main
@@ -300,7 +337,8 @@ def add_subparsers(parser: Parser) -> None:
     step_parser.add_argument("--profile", action="store_true", help=text)
     add_benchmark("ttft", run_ttft, MODEL, CELLS, REPEATS, *BENCH_ENGINE_OPTIONS)
     add_benchmark("sweep", run_sweep, MODEL, CONCURRENCY, *BENCH_ENGINE_OPTIONS)
-    add_benchmark("serve", run_serve, URL, *HTTP_CLIENT_OPTIONS, *OPEN_LOOP_OPTIONS)
+    add_benchmark("serve", run_serve, URL, CONCURRENCY, *HTTP_CLIENT_OPTIONS, *OPEN_LOOP_OPTIONS)
+    add_benchmark("agents", run_agents, URL, *SESSION_OPTIONS, *AGENT_OPTIONS, *HTTP_CLIENT_OPTIONS)
     add_benchmark(
         "spec",
         run_spec,

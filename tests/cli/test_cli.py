@@ -377,7 +377,9 @@ for name in sys.argv[1:]:
 for line in sys.stdin:
     print(main(json.loads(line)), flush=True)
 """
-STUBBED = ("policy", "step", "breakdown", "ttft", "sweep", "serve", "spec", "pairs", "soak")
+STUBBED = (
+    *("policy", "step", "breakdown", "ttft", "sweep", "serve", "agents", "spec", "pairs", "soak"),
+)
 
 
 @pytest.fixture
@@ -427,6 +429,11 @@ def test_bench_hands_its_flags_to_the_benchmark(
         f"serve {at}": f"serve {at} None forge () None None None -> 0",
         f"serve {at} --label a --concurrency 2 --model b --vocab-size 9 --api-key c": (
             f"serve {at} None a (2,) b 9 c -> 0"
+        ),
+        f"agents {at} --agents 2 --turns 3 --hints sessions --answers returned --label a": (
+            f"agents {at} None AgentLoad(agents=2, sessions=128, turns=3, system=8192, "
+            "new='exp:2000', output='exp:300', pause=3.0, max_len=None, seed=0) "
+            "sessions returned a None None None -> 0"
         ),
         "spec": "spec hash:step_ms=5 None () None None 0.8 3 {} -> 0",
         "spec tiny --streams 1,8 --prompt-tokens 9 --output-tokens 50 --agreement 0.5 --repeats 2"
@@ -747,6 +754,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ),
         ("bench serve nowhere", "forge bench serve: URL: 'nowhere' is not the address of a server"),
         ("bench serve x --vocab-size 0", "forge bench serve: --vocab-size: 0 is not a positive "),
+        ("bench agents http://a --turns 0", "forge bench agents: --turns: 0 is not from 1 to 100000"),
         ("bench pairs hash --requests 1", "forge bench pairs: --requests: one alone cannot be "),
         ("bench soak hash --requests=-1", "forge bench soak: --requests: -1 is not a positive "),
     ],
