@@ -92,6 +92,7 @@ class Agent:
     """One session: a context that grows by each answer and each result of a tool.
 
     tool_choice   auto: the model decides; required: it calls a tool in every turn
+    session_id    of all requests; no two agents have the same one
     """
 
     def __init__(self, client: OpenAI, model: str, folder: Path, tool_choice: Any) -> None:
@@ -106,7 +107,8 @@ class Agent:
             describe_tool(files.read_file, "path"),
         ]
         self._messages: list[Any] = [{"role": "system", "content": SYSTEM}]
-        self._session: dict[str, Any] = {"session_id": f"agent-{uuid.uuid4().hex}"}
+        self.session_id = f"agent-{uuid.uuid4().hex}"
+        self._session_fields: dict[str, Any] = {"session_id": self.session_id}
 
     def run(self, task: str, max_turns: int) -> str:
         """Return the answer, or why there is none after `max_turns`. Ends the session."""
@@ -121,7 +123,7 @@ class Agent:
                 start_s = time.monotonic()
                 self._messages += map(self._run_tool, choice.message.tool_calls)
                 # The next tools are taken to need as long as these.
-                self._session["expected_pause_s"] = round(time.monotonic() - start_s, 3)
+                self._session_fields["expected_pause_s"] = round(time.monotonic() - start_s, 3)
             return f"no answer after {max_turns} turns"
         finally:
             self._end_session()
@@ -135,7 +137,7 @@ class Agent:
             parallel_tool_calls=False,
             max_tokens=MAX_TOKENS,
             temperature=0,
-            extra_body=self._session,
+            extra_body=self._session_fields,
         )
         (choice,) = completion.choices
         self._messages.append(choice.message.model_dump(exclude_none=True))
@@ -155,7 +157,7 @@ class Agent:
     def _end_session(self) -> None:
         """End the session: no turn follows, so the server may evict its context first."""
         with suppress(NotFoundError):  # no turn was served, or the server has no sessions
-            self._client.delete(f"/sessions/{self._session['session_id']}", cast_to=object)
+            self._client.delete(f"/sessions/{self.session_id}", cast_to=object)
 
 
 def main() -> None:
