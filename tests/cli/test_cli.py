@@ -754,7 +754,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ),
         ("bench serve nowhere", "forge bench serve: URL: 'nowhere' is not the address of a server"),
         ("bench serve x --vocab-size 0", "forge bench serve: --vocab-size: 0 is not a positive "),
-        ("bench agents http://a --turns 0", "forge bench agents: --turns: 0 is not from 1 to 100000"),
+        ("bench agents http://a --turns 0", "forge bench agents: --turns: 0 is not from 1 to "),
         ("bench pairs hash --requests 1", "forge bench pairs: --requests: one alone cannot be "),
         ("bench soak hash --requests=-1", "forge bench soak: --requests: -1 is not a positive "),
     ],
