@@ -31,6 +31,7 @@ from forge.errors import RequestFailed
 from forge.request import Request
 from forge.sampling import mix
 from forge.sim.length_model import FILLER_TOKEN
+from forge.sim.session_metrics import jain_index
 from forge.sim.units import NS_PER_S
 from forge.sim.workloads.agents import filler_answer
 from forge.sim.workloads.workload import RequestArrival, Workload
@@ -277,12 +278,6 @@ class SessionClient:
         count, expected = response.num_tokens, request.params.max_tokens
         if count != expected or not response.chunk_times_s:
             raise RequestFailed(f"the stream ended after {count} tokens of {expected}")
-
-
-def jain_index(values: Sequence[float]) -> float:
-    """Return how equal the values are: 1 where all are, 1 / n where one has all of the sum."""
-    squares = sum(each * each for each in values)
-    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def session_figures(run: SessionRun) -> dict[str, Any]:

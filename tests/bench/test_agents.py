@@ -27,7 +27,6 @@ from forge.bench.session_load import (
     SessionClient,
     SessionRun,
     Turn,
-    jain_index,
     session_figures,
 )
 from forge.cli.main import main
@@ -433,13 +432,6 @@ def test_figures_are_by_turn_by_session_and_of_the_whole_run() -> None:
 def test_a_run_without_a_served_turn_has_counts_only() -> None:
     figures = session_figures(SessionRun([], {0: "turn 0: no"}, 0))
     assert {name: value for name, value in figures.items() if value} == {"errors": 1}
-
-
-def test_jain_index_is_1_for_equal_values_and_1_over_n_for_one_of_n() -> None:
-    assert jain_index([3.0, 3.0, 3.0]) == 1.0
-    assert jain_index([8.0, 0.0, 0.0, 0.0]) == 0.25
-    assert jain_index([1.0, 3.0]) == 0.8
-    assert jain_index([0.0, 0.0]) == 1.0
 
 
 # Fields of a session.
