@@ -26,6 +26,9 @@ from typing import NamedTuple, Protocol
 from forge.request import Request
 from forge.sessions import Session, SessionKey
 
+STEP_WORK = 256
+"""Tokens whose computation takes about as long as a step without them, on a GPU."""
+
 
 class Candidate(Protocol):
     """Fields of a sequence that a policy may read. The length of its output is not among them."""
@@ -79,7 +82,8 @@ class Candidate(Protocol):
 class PolicyContext(NamedTuple):
     """Values that a decision may depend on besides the candidates. They are read, never changed.
 
-    step                number of the next plan
+    work                clock of the device's work: tokens of all plans so far, and STEP_WORK for
+                        each plan. It stands still while nothing is planned
     num_blocks          blocks of the cache
     block_size          tokens per block
     num_free_blocks     blocks in no table: empty and cached ones
@@ -92,7 +96,7 @@ class PolicyContext(NamedTuple):
     num_own_blocks      of an open session: blocks of its chain that no other session's chain has
     """
 
-    step: int
+    work: int
     num_blocks: int
     block_size: int
     num_free_blocks: int
@@ -117,11 +121,13 @@ class PolicyEventKind(Enum):
 class PolicyEvent(NamedTuple):
     """A change that a policy may learn from.
 
+    work        clock of the device's work, as in PolicyContext
     candidate   the sequence as it is right after the change; None where a session has closed
     session     the session that has closed, otherwise that of the candidate
     """
 
     kind: PolicyEventKind
+    work: int
     candidate: Candidate | None
     session: Session | None
 

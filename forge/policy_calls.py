@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from forge.errors import PolicyError
-from forge.policy import Policy, PolicyContext, PolicyEvent, PolicyEventKind, Split
+from forge.policy import Policy, PolicyContext, PolicyEvent, Split
 from forge.sequence import Sequence as TokenSequence
 from forge.sessions import Session
 
@@ -85,14 +85,10 @@ class PolicyCalls:
         assert self.policy.evict is not None, "the policy evicts in LRU order"
         return _pick("evict", self._ask(self.policy.evict, sessions), sessions)
 
-    def notify(
-        self, kind: PolicyEventKind, candidate: TokenSequence | None, session: Session | None
-    ) -> None:
+    def notify(self, event: PolicyEvent) -> None:
         """Update the state after an event. An error waits for `raise_pending`."""
-        if self.policy.update is None:
-            return
+        assert self.policy.update is not None, "the policy has no state"
         try:
-            event = PolicyEvent(kind, candidate, session)
             self.state = _call(self.policy.update, self.state, event)
         except PolicyError as error:
             self._pending_error = error

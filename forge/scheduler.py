@@ -36,7 +36,15 @@ from forge.drafting import NO_DRAFTER, Drafter
 from forge.errors import DuplicateRequest, PolicyError
 from forge.max_len import check_fits, max_len
 from forge.plan_rows import propose_drafts, write_chunk, write_decodes, write_drafts
-from forge.policy import FCFS, Candidate, Policy, PolicyContext, PolicyEventKind
+from forge.policy import (
+    FCFS,
+    STEP_WORK,
+    Candidate,
+    Policy,
+    PolicyContext,
+    PolicyEvent,
+    PolicyEventKind,
+)
 from forge.policy_calls import PolicyCalls
 from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
@@ -138,6 +146,11 @@ class Scheduler:
         return bool(self.sequences) and not self._is_stalled
 
     @property
+    def work(self) -> int:
+        """Clock of the device's work: tokens of all plans so far, and STEP_WORK for each plan."""
+        return self.num_planned_tokens + STEP_WORK * self.next_step
+
+    @property
     def policy(self) -> Policy:
         """The policy. Another one may be set between two plans, and begins at its initial state."""
         return self.policy_calls.policy
@@ -204,7 +217,7 @@ class Scheduler:
             sequence.session = session
             self.sequences[sequence.id] = sequence
             self._enqueue(sequence)
-            self.policy_calls.notify(PolicyEventKind.ARRIVED, sequence, session)
+            self._notify_policy(PolicyEventKind.ARRIVED, sequence, session)
 
     def max_len(self, request: Request) -> int:
         """Return the greatest length of a choice of the request, prompt included.
@@ -464,13 +477,13 @@ class Scheduler:
         self._admitted_events.append(
             Event(sequence.id, f"{why}, {sequence.num_committed} tokens shared")
         )
-        self.policy_calls.notify(PolicyEventKind.ADMITTED, sequence, sequence.session)
+        self._notify_policy(PolicyEventKind.ADMITTED, sequence, sequence.session)
         return True
 
     def _build_context(self, state: Hashable) -> PolicyContext:
         pool = self.pool
         return PolicyContext(
-            self.next_step,
+            self.work,
             pool.num_blocks,
             pool.block_size,
             pool.num_free_blocks,
@@ -481,6 +494,12 @@ class Scheduler:
             self._num_cached_tokens,
             self._session_table.num_own_blocks,
         )
+
+    def _notify_policy(
+        self, kind: PolicyEventKind, sequence: Sequence | None, session: Session | None
+    ) -> None:
+        if self.policy.update is not None:
+            self.policy_calls.notify(PolicyEvent(kind, self.work, sequence, session))
 
     def _num_cached_tokens(self, candidate: Candidate) -> int:
         sequence = self.sequences[candidate.id]
@@ -798,7 +817,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._preempted_events.append(Event(sequence.id, why))
         self._enqueue(sequence)
-        self.policy_calls.notify(PolicyEventKind.PREEMPTED, sequence, sequence.session)
+        self._notify_policy(PolicyEventKind.PREEMPTED, sequence, sequence.session)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
         """Remove the sequence from all queues and tables, and return a delta of its end alone."""
@@ -813,17 +832,17 @@ class Scheduler:
         choices.remove(sequence)
         self._finished_events.append(Event(sequence.id, error or reason.value))
         self._session_table.end_choice(request, session, chain, len(sequence.tokens))
-        self.policy_calls.notify(PolicyEventKind.FINISHED, sequence, session)
+        self._notify_policy(PolicyEventKind.FINISHED, sequence, session)
         if session is not None:
             session.num_served_tokens += sequence.num_served
         if not choices:
             del self.requests[request.id]
             if session is not None:
-                self._session_table.end_turn(session, self.next_step)
+                self._session_table.end_turn(session, self.work)
         return Delta(request.id, sequence.choice, finish=reason, error=error)
 
     def _on_session_close(self, session: Session) -> None:
-        self.policy_calls.notify(PolicyEventKind.SESSION_CLOSED, None, session)
+        self._notify_policy(PolicyEventKind.SESSION_CLOSED, None, session)
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Free slot, blocks, drafts and blocks in progress, and begin the sequence's next epoch.

@@ -55,7 +55,7 @@ class Session:
     num_served_tokens   positions computed for ended turns, recomputed ones included
     chain               hashes of the full blocks of the last ended turn. A block may have been
                         evicted since
-    last_step           number of the plan after which the last live request ended
+    paused_at           work of the scheduler when the last live request ended
     expected_pause_s    seconds until the next turn, as the client expects; None: not known
     has_ended           the client has ended it: it closes when no request of it is live
     """
@@ -66,7 +66,7 @@ class Session:
     num_tokens: int = 0
     num_served_tokens: int = 0
     chain: list[BlockHash] = field(default_factory=list)
-    last_step: int = 0
+    paused_at: int = 0
     expected_pause_s: float | None = None
     has_ended: bool = False
 
@@ -171,15 +171,15 @@ class SessionTable:
             if self._num_hashes > MAX_CHAIN_RATIO * self._pool.num_blocks:
                 self._drop_evicted()
 
-    def end_turn(self, session: Session, step: int) -> None:
+    def end_turn(self, session: Session, work: int) -> None:
         """Count a request of the session that has ended. The session pauses, or closes if due.
 
-        step   number of the next plan
+        work   of the scheduler so far
         """
         session.num_live -= 1
         if not session.is_paused:
             return
-        session.last_step = step
+        session.paused_at = work
         if session.has_ended:
             self._close(session, demote=True)
         else:
@@ -248,7 +248,7 @@ class SessionTable:
             paused = [s for s in of_tenant.values() if s.is_paused]
             if not paused:
                 return None
-            self._close(min(paused, key=lambda s: s.last_step), demote=False)
+            self._close(min(paused, key=lambda s: s.paused_at), demote=False)
         session = self.sessions[key] = self._by_tenant[key[0]][key] = Session(key)
         return session
 

@@ -7,13 +7,26 @@ have equal shares of it, and what a tenant leaves goes to the others. Requests t
 session wait for none. The device never idles for a pause: where nothing runs, the oldest session is
 admitted.
 
-Denning 1968 (working sets). Whole programs that pause: ThunderAgent (arXiv 2602.13692).
+Blocks are kept through a pause only if that costs less than to compute them again: if during a
+pause, by the pauses so far, the engine computes fewer tokens than the cache holds. A session that
+pauses far longer than others is not waited for.
+
+Denning 1968 (working sets). Whole programs that pause: ThunderAgent (arXiv 2602.13692). What a
+pause costs in memory, and what in time: InferCept (Abhyankar et al. 2024).
 """
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from forge.policy import FCFS, Candidate, PolicyContext, oldest_overtaken
+from forge.policy import (
+    FCFS,
+    Candidate,
+    PolicyContext,
+    PolicyEvent,
+    PolicyEventKind,
+    oldest_overtaken,
+)
 from forge.sessions import Session, SessionKey
 
 GROWTH = 1.15
@@ -25,42 +38,79 @@ CACHE_SHARE = 0.95
 MAX_OVERTAKEN = 256
 """Admissions of later sequences after which a sequence is admitted in any case."""
 
+MAX_PAUSES = 64
+"""Pauses that the mean is about: each later one counts by this part."""
+
+ABANDONED_AFTER = 4
+"""Pause after which a session is not waited for, as a multiple of the mean."""
+
+
+class Pauses(NamedTuple):
+    """Pauses so far: how many, up to MAX_PAUSES, and their mean on the clock of work."""
+
+    number: int = 0
+    mean: float = 0.0
+
+
+def learn_pause(pauses: Pauses, event: PolicyEvent) -> Pauses:
+    """Return the pauses with that of a session which goes on, if the event is its next turn."""
+    session = event.session
+    if event.kind is not PolicyEventKind.ARRIVED or session is None:
+        return pauses
+    if session.num_turns < 2 or session.num_live > 1:
+        return pauses
+    number = min(pauses.number + 1, MAX_PAUSES)
+    pause = event.work - session.paused_at
+    return Pauses(number, pauses.mean + (pause - pauses.mean) / number)
+
+
+def is_kept(session: Session, context: PolicyContext) -> bool:
+    """Return whether the session's blocks are worth keeping: it is not paused, or not for long."""
+    pauses: Pauses = context.state  # type: ignore[assignment]
+    if not session.is_paused or not pauses.number:
+        return True
+    if pauses.mean > context.num_blocks * context.block_size:
+        return False
+    return context.work - session.paused_at <= ABANDONED_AFTER * pauses.mean
+
 
 def needed_tokens(
     live: Collection[Candidate], context: PolicyContext
-) -> dict[SessionKey, tuple[float, int]]:
-    """Return the tokens that each session needs, and those that it shares with others, by age.
+) -> tuple[dict[SessionKey, float], int]:
+    """Return the tokens of its own that each kept session needs, oldest first, and those shared.
 
     live   waiting and running sequences
+
+    The longest part that sessions share, such as a system prompt, counts once for all. The first
+    turn of a session is taken to begin with it.
     """
     lengths: dict[SessionKey, int] = {}
     for c in live:
         if c.session is not None:
             length = len(c.request.prompt) + c.num_output
             lengths[c.session.key] = max(length, lengths.get(c.session.key, 0))
+    kept = {key: s for key, s in context.sessions.items() if is_kept(s, context)}
+    size = context.block_size
+    shared = {key: size * (len(s.chain) - context.num_own_blocks(s)) for key, s in kept.items()}
+    most_shared = max(shared.values(), default=0)
     needs = {}
-    for key, session in context.sessions.items():
-        num_shared = len(session.chain) - context.num_own_blocks(session)
-        shared = num_shared * context.block_size
+    for key, session in kept.items():
         length = max(lengths.get(key, 0), session.num_tokens)
-        needs[key] = GROWTH * max(0, length - shared), shared
-    return needs
+        begin = shared[key] if session.chain else most_shared
+        needs[key] = GROWTH * max(size, length - begin)
+    return needs, most_shared
 
 
 def working_set(live: Collection[Candidate], context: PolicyContext) -> set[SessionKey]:
-    """Return the sessions that fit in the cache together, the oldest first within each share.
-
-    Blocks that sessions share, such as a system prompt, count once.
-    """
-    needs = needed_tokens(live, context)
-    left = CACHE_SHARE * context.num_blocks * context.block_size
-    left -= max((shared for _, shared in needs.values()), default=0)
+    """Return the sessions that fit in the cache together, the oldest first within each share."""
+    needs, shared = needed_tokens(live, context)
+    left = CACHE_SHARE * context.num_blocks * context.block_size - shared
     share = left / max(1, len({tenant for tenant, _ in needs}))
     used: Counter[str] = Counter()
     found: set[SessionKey] = set()
     for limit in (share, left):  # what the shares leave goes to the oldest
         full = set[str]()
-        for key, (need, _) in needs.items():
+        for key, need in needs.items():
             tenant = key[0]
             if key in found or tenant in full:
                 continue
@@ -98,4 +148,6 @@ def evict_newest(sessions: Sequence[Session], context: PolicyContext) -> Session
     return next((s for s in reversed(sessions) if s.key not in inside), sessions[-1])
 
 
-policy = FCFS._replace(admit=admit_by_age, evict=evict_newest)
+policy = FCFS._replace(
+    admit=admit_by_age, evict=evict_newest, update=learn_pause, initial_state=Pauses()
+)
