@@ -97,7 +97,7 @@ def test_a_tenant_s_paused_sessions_take_no_more_than_its_share() -> None:
     for n in range(5):
         start = 100 * n
         finish(s, turn(n, range(start, start + 28), str(n), tenant="busy"))
-    s.add(turn(5, [*range(28), 1], "0", tenant="busy", max_tokens=9))
+    s.add(request(5, range(700, 704), max_tokens=9))
     step(s)
     s.add(turn(6, range(900, 940), "new", tenant="busy"))
     s.add(turn(7, range(800, 840), "x", tenant="calm"))
