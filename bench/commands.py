@@ -22,7 +22,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge.cli.options import ENGINE_OPTIONS, SERVER_OPTIONS, Option, define_option
+from forge.cli.options import ENGINE_OPTIONS, Option, define_option
 from forge.cli.parser import CommandFunction, Parser, add_flags
 from forge.cli.settings import Settings
 from forge.errors import InvalidConfig
@@ -58,7 +58,7 @@ HTTP_CLIENT_OPTIONS = (
     define_option(
         "vocab_size", int, None, "bound of the ids of prompts, for models of less than 100000"
     ),
-    *(each for each in SERVER_OPTIONS if each.name == "api_key"),
+    define_option("api_key", str, None, "the server's key, if it has one"),
 )
 OPEN_LOOP_OPTIONS = (
     define_option("rate", str, None, "rates of open loops in requests a second: 0.5,2", "R,R"),

@@ -314,7 +314,7 @@ def main(words: list[str]) -> None:
         AsyncLLM.spawn("hash"),
         host="127.0.0.1",
         port=0,
-        api_key=None,
+        api_keys=(),
         served_model_name=None,
         on_ready=start_reporting,
     )

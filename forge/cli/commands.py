@@ -52,7 +52,9 @@ def describe_capacity(config: EngineConfig) -> list[str]:
     ]
 
 
-def format_banner(config: EngineConfig, model_name: str, url: str, api_key: str | None) -> str:
+def format_banner(
+    config: EngineConfig, model_name: str, url: str, api_keys: tuple[str, ...]
+) -> str:
     """Return what the server prints when it is ready, with a command to try."""
     body = json.dumps({"model": model_name, "prompt": "Once upon a time", "max_tokens": 32})
     # 0.0.0.0 and :: are addresses to listen on, not to call.
@@ -61,8 +63,9 @@ def format_banner(config: EngineConfig, model_name: str, url: str, api_key: str 
         f"curl {local_url}/v1/completions -H 'content-type: application/json' -d "
         f"{shlex.quote(body)}"
     )
-    if api_key is not None:  # the variable, since a log must not hold the key
-        line += ' -H "authorization: Bearer $FORGE_API_KEY"'
+    if api_keys:  # the variable, since a log must not hold the key; it may have several
+        key = "$FORGE_API_KEY" if len(api_keys) == 1 else "${FORGE_API_KEY%%,*}"
+        line += f' -H "authorization: Bearer {key}"'
     head = [f"forge {__version__} is ready", f"model    {model_name}"]
     return "\n".join([*head, *describe_capacity(config), f"address  {url}", f"try      {line}"])
 
@@ -77,20 +80,21 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         logging.getLogger("forge.statistics").setLevel(logging.INFO)
         for version in find_untested():
             logging.getLogger("forge.start").warning("untested version: %s", version)
-        host, port, api_key = (settings.values[name] for name in ("host", "port", "api_key"))
+        host, port = settings.values["host"], settings.values["port"]
+        api_keys = settings.values["api_key"] or ()
         model_name = settings.values["served_model_name"] or settings.values["model"]
         limits = settings.limits
         llm = settings.open_llm(AsyncLLM.spawn)
         config = llm.engine.config
 
         def print_banner(url: str) -> None:
-            print(format_banner(config, model_name, url, api_key))
+            print(format_banner(config, model_name, url, api_keys))
 
         run_server(
             llm,
             host=host,
             port=port,
-            api_key=api_key,
+            api_keys=api_keys,
             served_model_name=model_name,
             on_ready=print_banner,
             allowed_hosts=settings.values["allowed_hosts"],
@@ -120,12 +124,12 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def port_in_use(host: str, port: int, api_key: str | None) -> bool:
+def port_in_use(host: str, port: int, api_keys: tuple[str, ...]) -> bool:
     """Return whether the address is in use. Raises InvalidConfig if no server can listen there."""
     from forge.server.http_server import create_listener
 
     try:
-        create_listener(host, port, api_key).close()
+        create_listener(host, port, api_keys).close()
     except InvalidConfig as error:
         cause = error.__context__
         if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
@@ -140,13 +144,14 @@ def info(args: argparse.Namespace, settings: Settings) -> int:
     from forge.server.http_server import raise_file_limit
 
     untested_versions = ", ".join(map(str, find_untested()))
-    host, port, api_key = (settings.values[name] for name in ("host", "port", "api_key"))
+    host, port = settings.values["host"], settings.values["port"]
+    api_keys = settings.values["api_key"] or ()
     # A server may be recording to this file now.
     settings = settings._replace(explicit=settings.explicit - {RECORD_OPTION.name})
     # Refuses the same limits as a server would.
     raise_file_limit(settings.limits.max_connections)
     with settings.open_llm(LLM) as llm:
-        in_use_note = ", in use now" if port_in_use(host, port, api_key) else ""
+        in_use_note = ", in use now" if port_in_use(host, port, api_keys) else ""
         print(f"forge    {__version__}")
         print(f"python   {platform.python_version()}")
         print(f"torch    {installed_version('torch') or 'not installed'}")

@@ -23,13 +23,14 @@ from forge.llm import Options
 from forge.policies import policy_names
 from forge.request import SamplingParams
 
-OptionValue = bool | int | float | str
+OptionValue = bool | int | float | str | tuple[str, ...]
 
 TYPE_NAMES: dict[type, tuple[str, str]] = {
     bool: ("true or false", "Give one of them"),
     int: ("an integer", "Give a whole number"),
     float: ("a number", "Give a number"),
     str: ("text", "Give text, in quotes in a file"),
+    tuple: ("text or a list of texts", "Give text, in quotes in a file"),
 }
 """Type of an option -> how an error names it, and the remedy."""
 
@@ -41,7 +42,7 @@ class Option(NamedTuple):
     """An option of the command line, of the environment and of a configuration file.
 
     name           its keyword in Python
-    value_type     bool, int, float or str
+    value_type     bool, int, float or str; tuple: several texts, for which the flag is repeated
     default_text   describes the default where `default` is None
     file_key       its name in a file and, with dashes, on the command line
     """
@@ -70,7 +71,7 @@ def define_option(
     key: str = "",
 ) -> Option:
     """Create an option whose flag, variable and file key derive from `key`, by default `name`."""
-    metavar = metavar or {int: "N", float: "X", str: "TEXT"}.get(value_type, "")
+    metavar = metavar or {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}.get(value_type, "")
     key = key or name
     return Option(name, value_type, default, text, metavar, "FORGE_" + key.upper(), key)
 
@@ -104,7 +105,12 @@ SERVER_OPTIONS = (
     define_option("port", int, 8080, "port to listen on; 0 takes a free one")._replace(
         env_var=ADDRESS_VARIABLE
     ),
-    define_option("api_key", str, None, "what clients must send; a public address needs one"),
+    define_option(
+        "api_key",
+        tuple,
+        None,
+        "what clients must send; a public address needs one; given again, it is another tenant's",
+    ),
     define_option("served_model_name", str, None, "the model's name over HTTP, if not MODEL"),
     define_option(
         "allowed_hosts",

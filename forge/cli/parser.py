@@ -53,4 +53,7 @@ def add_flags(parser: Parser, options: Sequence[Option], prefix: str = "") -> No
             parser.add_argument(option.flag, dest=dest, action="store_const", const="1", help=text)
             parser.add_argument(negative, dest=dest, action="store_const", const="0")
         else:
-            parser.add_argument(option.flag, dest=dest, metavar=option.metavar, help=text)
+            action = "append" if option.value_type is tuple else "store"
+            parser.add_argument(
+                option.flag, dest=dest, action=action, metavar=option.metavar, help=text
+            )

@@ -95,8 +95,15 @@ def resolve_settings(
     return Settings(values, origins, frozenset(explicit))
 
 
-def parse_value(option: Option, text: str, origin: str) -> OptionValue:
-    """Parse the text of a flag or variable. Raises InvalidConfig with `origin`, its spelling."""
+def parse_value(option: Option, text: str | list[str], origin: str) -> OptionValue:
+    """Parse the text of a flag or variable. Raises InvalidConfig with `origin`, its spelling.
+
+    text   a list for a flag that is repeated; a variable has commas between several texts
+    """
+    if isinstance(text, list):
+        return check_value(option, text, origin)
+    if option.value_type is tuple:
+        return check_value(option, [part.strip() for part in text.split(",")], origin)
     value: object = text
     with suppress(KeyError, ValueError):
         value = (
@@ -107,6 +114,8 @@ def parse_value(option: Option, text: str, origin: str) -> OptionValue:
 
 def check_value(option: Option, value: object, origin: str) -> OptionValue:
     """Return the value, checked to have the option's type. Raises InvalidConfig with `origin`."""
+    if option.value_type is tuple:
+        return _check_texts(option, value if isinstance(value, list) and value else [value], origin)
     if option.value_type is float and type(value) is int:
         with suppress(OverflowError):
             value = float(value)
@@ -116,6 +125,14 @@ def check_value(option: Option, value: object, origin: str) -> OptionValue:
     if value == "":
         raise InvalidConfig(origin, "it is empty", "Give text, or leave it out")
     return cast(OptionValue, value)
+
+
+def _check_texts(option: Option, values: list[object], origin: str) -> tuple[str, ...]:
+    """Return the values, checked to be texts that a variable can have with commas between."""
+    texts = [str(check_value(option._replace(value_type=str), each, origin)) for each in values]
+    if any("," in text for text in texts):
+        raise InvalidConfig(origin, "it has a comma", "Give each text separately, without commas")
+    return tuple(texts)
 
 
 def _address_part(option: Option, text: str) -> str:

@@ -52,6 +52,7 @@ from forge.server.operations import OperationsEndpoints
 from forge.server.protocol import NamedPrompt, missing_field_error, parse_request
 from forge.server.sse import EventStream
 from forge.server.stat_logger import StatLogger
+from forge.server.tenants import Tenants
 from forge.server.time_slicing import SliceBudget, SlicedWork, num_entries
 from forge.server.tokenization import TokenizationEndpoints
 
@@ -66,7 +67,7 @@ def create_app(
     llm: AsyncLLM,
     *,
     served_model_name: str | None = None,
-    api_key: str | None = None,
+    api_keys: tuple[str, ...] = (),
     hosts: Collection[str] | None = None,
     limits: Limits = DEFAULT_LIMITS,
     metrics_compat: str | None = None,
@@ -74,7 +75,7 @@ def create_app(
     """Build the server's application on this engine, which it closes at its shutdown.
 
     served_model_name   name that requests give for the model; default: the name it was loaded by
-    api_key             where set, every route outside middleware.PUBLIC_PATHS needs it
+    api_keys            where there are any, every route outside middleware.PUBLIC_PATHS needs one
     hosts               where set, the host names that requests may use for the server
     limits              bounds on requests; the HTTP server applies those on connections
     metrics_compat      vllm: /metrics has vLLM's names too
@@ -108,7 +109,7 @@ def create_app(
         middleware=[
             Middleware(
                 SecurityMiddleware,
-                api_key=api_key,
+                tenants=Tenants(api_keys),
                 hosts=hosts,
                 on_response=metrics.stats.count_response,
             )

@@ -57,7 +57,7 @@ def run_server(
     *,
     host: str,
     port: int,
-    api_key: str | None,
+    api_keys: tuple[str, ...],
     served_model_name: str | None,
     on_ready: Callable[[str], None],
     allowed_hosts: str | None = None,
@@ -74,13 +74,13 @@ def run_server(
     """
     try:
         raise_file_limit(limits.max_connections)
-        if api_key == "":
+        if "" in api_keys:
             raise InvalidConfig("api_key", "it is empty", "Give a key, or leave it out")
-        with create_listener(host, port, api_key) as socket_:
+        with create_listener(host, port, api_keys) as socket_:
             app = create_app(
                 llm,
                 served_model_name=served_model_name,
-                api_key=api_key,
+                api_keys=api_keys,
                 hosts=parse_allowed_hosts(socket_, host, allowed_hosts),
                 limits=limits,
                 metrics_compat=metrics_compat,
@@ -129,12 +129,12 @@ def parse_allowed_hosts(
     return None if "*" in names else frozenset({host.lower(), *names})
 
 
-def create_listener(host: str, port: int, api_key: str | None) -> socket.socket:
+def create_listener(host: str, port: int, api_keys: tuple[str, ...]) -> socket.socket:
     """Return a listening socket. Raises InvalidConfig, also for a public address without a key."""
     if not 0 <= port <= 65535:
         raise InvalidConfig("port", f"{port} is no port", "Give 0 to 65535; 0 is a free one")
     family, address = _resolve(host, port)
-    if api_key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+    if not api_keys and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
         raise InvalidConfig(
             "host",
             f"{host} can be reached from other machines and there is no key",

@@ -1,7 +1,7 @@
 """SecurityMiddleware: the outermost layer of the server, with request ids, the key and the checks.
 
 Owns which requests may enter, and the response to a bug of the server. Knows only the public
-routes. Default deny: with a key set, every path that is not public needs it, whether or not it
+routes. Default deny: with API keys, every path that is not public needs one, whether or not it
 exists. A request that may change something must come from this origin and have no body but JSON,
 whatever its path is. Each check is bounded by those before it, so no length or content of a request
 makes one slow.
@@ -19,7 +19,6 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from hashlib import sha256
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,6 +36,7 @@ from forge.server.errors import (
     server_error,
     shutting_down_error,
 )
+from forge.server.tenants import Tenants
 
 LOG = logging.getLogger("forge.server")
 PUBLIC_PATHS = frozenset({"/healthz", "/health", "/livez", "/ping", "/readyz"})
@@ -56,21 +56,23 @@ _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,
 
 
 class SecurityMiddleware:
-    """ASGI middleware. Requests that pass have `request_id` in their state and a valid key.
+    """ASGI middleware. Requests that pass have `request_id` in their state.
 
+    tenants       API keys, of which a request outside PUBLIC_PATHS needs one; its state has the
+                  `tenant`
     on_response   called with the status of every response
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        api_key: str | None,
+        tenants: Tenants,
         hosts: Collection[str] | None = None,
         on_response: Callable[[int], None] = lambda status: None,
     ) -> None:
         self._app = app
         self._on_response = on_response
-        self._api_key_digest = None if api_key is None else sha256(api_key.encode()).digest()
+        self._tenants = tenants
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +132,7 @@ class SecurityMiddleware:
             _head_error(scope)
             or (None if is_public else _overflow_error(scope["state"].get(OVERFLOW)))
             or self._host_error(scope, is_public)
-            or (None if is_public or self._is_authorized(scope) else _invalid_api_key_error())
+            or (None if is_public else self._key_error(scope))
             or (None if scope["method"] in SAFE_METHODS else _unsafe_request_error(scope))
             or (
                 shutting_down_error()
@@ -155,14 +157,18 @@ class SecurityMiddleware:
         remedy = "Start the server with --allowed-hosts, or call it by its own name"
         return bad_host_error(f"'{excerpt(text)}' is not this server", remedy, status=421)
 
-    def _is_authorized(self, scope: Scope) -> bool:
-        if self._api_key_digest is None:
-            return True
-        credentials = _single_header(scope, b"authorization")
-        if credentials is None or credentials[:7].lower() != b"bearer ":  # schemes ignore case
-            return False
-        # Digests have one length, so the time taken does not reveal the key's length.
-        return secrets.compare_digest(sha256(credentials[7:]).digest(), self._api_key_digest)
+    def _key_error(self, scope: Scope) -> APIError | None:
+        """Put the tenant into the request's state; return the error of a request without a key."""
+        tenant = self._tenants.of_request(_single_header(scope, b"authorization"))
+        if tenant is None:
+            return APIError(
+                401,
+                "invalid_api_key",
+                "The API key is missing or wrong. Send the header Authorization: Bearer KEY",
+                headers={"www-authenticate": "Bearer"},
+            )
+        scope["state"]["tenant"] = tenant
+        return None
 
 
 def is_allowed_host(name: str, hosts: Iterable[str]) -> bool:
@@ -270,12 +276,3 @@ def too_many_connections_error(max_connections: int) -> APIError:
 
 def _overflow_error(max_connections: int | None) -> APIError | None:
     return None if max_connections is None else too_many_connections_error(max_connections)
-
-
-def _invalid_api_key_error() -> APIError:
-    return APIError(
-        401,
-        "invalid_api_key",
-        "The API key is missing or wrong. Send the header Authorization: Bearer KEY",
-        headers={"www-authenticate": "Bearer"},
-    )

@@ -101,7 +101,7 @@ def open_forge_server(limits: Limits = DEFAULT_LIMITS, **options: Any) -> Iterat
     llm = AsyncLLM("hash", enable_prefix_caching=False, **options)
     app = create_app(llm, limits=limits)
     with (
-        create_listener("127.0.0.1", 0, None) as socket_,
+        create_listener("127.0.0.1", 0, ()) as socket_,
         serve_app(llm, app, socket_, limits) as (url, _),
     ):
         yield url

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -520,8 +521,22 @@ def test_the_curl_line_of_the_banner_works_and_does_not_show_the_key() -> None:
     assert answer["usage"]["completion_tokens"] > 0
 
 
-def test_the_banner_of_a_server_on_all_addresses_shows_one_to_call() -> None:
-    shown = format_banner(EngineConfig(), "hash", "http://0.0.0.0:80", "sesame").splitlines()
+def test_the_banner_of_a_server_with_several_keys_uses_the_first_of_the_variable() -> None:
+    shown = format_banner(EngineConfig(), "hash", "http://127.0.0.1:80", ("sesame", "poppy"))
+    assert "sesame" not in shown and "poppy" not in shown
+    words = shlex.split(shown.splitlines()[-1])[-1]
+    printed = subprocess.run(
+        ["bash", "-c", f'echo "{words}"'],
+        env={"FORGE_API_KEY": "sesame, poppy"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert printed.stdout == "authorization: Bearer sesame\n"
+
+
+def test_the_banner_of_a_server_on_on_all_addresses_shows_one_to_call() -> None:
+    shown = format_banner(EngineConfig(), "hash", "http://0.0.0.0:80", ("sesame",)).splitlines()
     assert shown[-2] == "address  http://0.0.0.0:80"
     assert shown[-1].startswith("try      curl http://127.0.0.1:80/v1/completions ")
 
@@ -558,16 +573,20 @@ SAMPLES: dict[type, tuple[Any, Any, Any]] = {
     int: (11, 22, 33),
     float: (0.1, 0.2, 0.3),
     str: ("one", "two", "three"),
+    tuple: (("one",), ("two", "three"), ("four", "five")),
 }
 
 
 @pytest.mark.parametrize("each", SERVE_OPTIONS, ids=lambda each: each.name)
 def test_every_option_is_read_from_four_places_in_order(each: Option, tmp_path: Path) -> None:
     by_flag, by_environment, by_file = SAMPLES[each.value_type]
-    flags = {each.name: str(by_flag)}
-    text = str(by_environment)
+    is_list = each.value_type is tuple
+    flags = {each.name: list(by_flag) if is_list else str(by_flag)}
+    text = ", ".join(by_environment) if is_list else str(by_environment)
     environ = {each.env_var: "two:22" if each.env_var == ADDRESS_VARIABLE else text}
-    file = {"config": write(tmp_path, f"{each.file_key}: {by_file}\n")}
+    file = {
+        "config": write(tmp_path, f"{each.file_key}: {list(by_file) if is_list else by_file}\n")
+    }
 
     def value(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
         return resolve_settings(SERVE_OPTIONS, flags, environ).values[each.name]
@@ -694,6 +713,10 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("serve --host a..b", "forge serve: --host: 'a..b' is no address of a machine. Give 127.0"),
         ("serve --host 0.0.0.0", "forge serve: --host: 0.0.0.0 can be reached from other machines"),
         ("serve --api-key=", "forge serve: --api-key: it is empty. Give text, or leave it out"),
+        (
+            "serve --api-key a --api-key b,c",
+            "forge serve: --api-key: it has a comma. Give each text separately, without commas",
+        ),
         ("serve --depth 3", "forge serve: --depth: 3 is not supported. Give 1 or 2"),
         ("serve --num-blocks 0", "forge serve: --num-blocks: 0 is not a positive integer. Give 1"),
         ("serve --num-blocks 99999999999999", "forge serve: --num-blocks: 99999999999999 is more"),
@@ -811,6 +834,7 @@ def test_a_refusal_stays_one_line_whatever_was_given(forge: ForkedForge) -> None
         ("FORGE_ENABLE_PREFIX_CACHING", "on?", "FORGE_ENABLE_PREFIX_CACHING: 'on?' is not true or"),
         ("FORGE_MODEL", "nonesuch", "FORGE_MODEL: 'nonesuch' is not a model this build serves"),
         ("FORGE_DEVICE", "cpu", "FORGE_DEVICE: the model hash does not accept it. Leave it out"),
+        ("FORGE_API_KEY", "a,,b", "FORGE_API_KEY: it is empty. Give text, or leave it out"),
         ("FORGE_ADDR", "8080", "FORGE_ADDR: '8080' is not HOST:PORT. Give 127.0.0.1:8080, say"),
         ("FORGE_ADDR", ":8080", "FORGE_ADDR: ':8080' is not HOST:PORT"),
         ("FORGE_ADDR", "localhost:", "FORGE_ADDR: 'localhost:' is not HOST:PORT"),
@@ -837,6 +861,9 @@ def test_a_bad_variable_is_refused_by_its_name(
             "gpu_memory_utilization in {}: '1000000000000000000000000000000000000000000000000000",
         ),
         ("api_key: ''", "api_key in {}: it is empty. Give text, or leave it out"),
+        ("api_key: []", "api_key in {}: '[]' is not text. Give text, in quotes in a file"),
+        ("api_key: [a, 1]", "api_key in {}: '1' is not text. Give text, in quotes in a file"),
+        ("api_key: ['a,b']", "api_key in {}: it has a comma. Give each text separately, without"),
         ("enable_prefix_caching: 1", "enable_prefix_caching in {}: '1' is not true or false."),
         ("max-num-seqs: 8", "max-num-seqs in {}: there is no such option. Use max_num_seqs"),
         ("model_len: 8", "model_len in {}: there is no such option. Use max_model_len"),

@@ -112,8 +112,8 @@ def open_audited_server(
     llm.tokenizer = tokenizer or llm.tokenizer
     limits = limits or Limits()
     clock = ManualClockLoop()
-    with create_listener("127.0.0.1", 0, KEY) as socket_:
-        app = create_app(llm, served_model_name="hash", api_key=KEY, limits=limits)
+    with create_listener("127.0.0.1", 0, (KEY,)) as socket_:
+        app = create_app(llm, served_model_name="hash", api_keys=(KEY,), limits=limits)
         with serve_app(llm, app, socket_, limits, clock) as (url, client):
             client.headers["authorization"] = f"Bearer {KEY}"
             yield AuditedServer(llm, ("127.0.0.1", httpx.URL(url).port or 80), client, clock)

@@ -64,7 +64,7 @@ async def count_open_route(request: Request) -> JSONResponse:
 def running_server() -> Iterator[LimitedServer]:
     limits, clock = Limits(max_connections=MAX_CONNECTIONS), ManualClockLoop()
     llm = AsyncLLM("hash:step_ms=2")
-    with create_listener("127.0.0.1", 0, None) as socket_:
+    with create_listener("127.0.0.1", 0, ()) as socket_:
         app = create_app(llm, served_model_name="hash", limits=limits)
         app.router.routes.append(Route("/census", count_open_route))
         with serve_app(llm, app, socket_, limits, clock) as (url, client):
@@ -104,7 +104,7 @@ def test_one_connection_too_many_is_503_and_closed() -> None:
     limits, clock = Limits(max_connections=MAX_CONNECTIONS), ManualClockLoop()
     llm = AsyncLLM("hash")
     with ExitStack() as stack:
-        socket_ = stack.enter_context(create_listener("127.0.0.1", 0, None))
+        socket_ = stack.enter_context(create_listener("127.0.0.1", 0, ()))
         url, client = stack.enter_context(serve_app(llm, create_app(llm), socket_, limits, clock))
         server = LimitedServer(httpx.URL(url), client, clock)
         for _ in range(MAX_CONNECTIONS):
@@ -213,7 +213,7 @@ def limited(soft, call):
 limited(256, lambda: raise_file_limit(200))
 limited(510, lambda: raise_file_limit(200))
 limited(256, lambda: run_server(
-    AsyncLLM("hash"), host="127.0.0.1", port=0, api_key=None, served_model_name=None,
+    AsyncLLM("hash"), host="127.0.0.1", port=0, api_keys=(), served_model_name=None,
     on_ready=print, limits=Limits(max_connections=400),
 ))
 print(main(["info"]))

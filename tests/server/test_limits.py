@@ -98,7 +98,7 @@ def open_limits_server(
     prepare: Callable[[AsyncLLM], None] = lambda llm: None,
     limits: Limits | None = None,
     send_buffer: int | None = None,
-    api_key: str | None = None,
+    api_keys: tuple[str, ...] = (),
     allowed_hosts: str | None = None,
     **options: Any,
 ) -> Iterator[LimitsServer]:
@@ -107,11 +107,13 @@ def open_limits_server(
     prepare(llm)
     limits = limits or Limits()
     clock = ManualClockLoop()
-    with create_listener("127.0.0.1", 0, api_key) as socket_:
+    with create_listener("127.0.0.1", 0, api_keys) as socket_:
         if send_buffer is not None:
             socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         hosts = parse_allowed_hosts(socket_, "127.0.0.1", allowed_hosts)
-        app = create_app(llm, served_model_name="hash", api_key=api_key, hosts=hosts, limits=limits)
+        app = create_app(
+            llm, served_model_name="hash", api_keys=api_keys, hosts=hosts, limits=limits
+        )
         with serve_app(llm, app, socket_, limits, clock) as (url, client):
             yield LimitsServer(url, llm, client, clock)
 
@@ -307,7 +309,7 @@ def test_a_target_that_is_a_whole_url_names_the_host(running_server: LimitsServe
 
 
 def test_allowed_hosts_are_names_with_commas_or_any() -> None:
-    with create_listener("127.0.0.1", 0, None) as socket_:
+    with create_listener("127.0.0.1", 0, ()) as socket_:
 
         def allows(name: str, allowed: str | None) -> bool:
             hosts = parse_allowed_hosts(socket_, "127.0.0.1", allowed)
@@ -322,13 +324,13 @@ def test_allowed_hosts_are_names_with_commas_or_any() -> None:
 
 
 def test_a_public_server_answers_to_any_name_unless_some_are_allowed() -> None:
-    with create_listener("0.0.0.0", 0, "key") as socket_:
+    with create_listener("0.0.0.0", 0, ("key",)) as socket_:
         assert parse_allowed_hosts(socket_, "0.0.0.0", None) is None
         assert parse_allowed_hosts(socket_, "0.0.0.0", "a.example") == {"0.0.0.0", "a.example"}
 
 
 def test_no_host_replaces_the_key() -> None:
-    with open_limits_server(api_key="sesame", allowed_hosts="*") as server:
+    with open_limits_server(api_keys=("sesame",), allowed_hosts="*") as server:
         for host in ("evil/?x=", "localhost/healthz?", "a/#"):
             answer = send_and_read(head("GET", "/v1/models", f"host: {host}"), server)
             check_refusal(answer, 400, "bad_host")
@@ -345,8 +347,8 @@ def test_no_host_replaces_the_key() -> None:
 
 def test_every_route_but_the_probes_needs_the_key() -> None:
     """The routes are those of the application, so a new one is public only if it is listed."""
-    with open_limits_server(api_key="sesame") as server:
-        routes = create_app(server.llm, api_key="sesame").routes
+    with open_limits_server(api_keys=("sesame",)) as server:
+        routes = create_app(server.llm, api_keys=("sesame",)).routes
         served_routes = {
             (route.path, *route.methods) for route in routes if isinstance(route, Route)
         }
@@ -364,32 +366,39 @@ def test_every_route_but_the_probes_needs_the_key() -> None:
                         assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_the_key_is_hashed_at_once_and_compared_in_constant_time() -> None:
+def test_keys_are_hashed_at_once_and_each_is_compared_in_constant_time() -> None:
     """Checked in the source: no response shows how long a comparison takes."""
-    tree = ast.parse((ROOT / "forge" / "server" / "middleware.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "forge" / "server" / "tenants.py").read_text(encoding="utf-8"))
+    (keys,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = ("api_key", "api_keys", "_by_digest", "key_digest")
     uses = [
         ast.unparse(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.expr | ast.Assign)
+        for node in ast.walk(keys)
+        if isinstance(node, ast.expr | ast.Assign | ast.comprehension)
         and any(
-            getattr(part, "id", getattr(part, "attr", None)) in ("api_key", "_api_key_digest")
+            getattr(part, "id", getattr(part, "attr", None)) in names
             for part in ast.iter_child_nodes(node)
         )
     ]
     assert sorted(uses) == sorted(
         [
-            "api_key is None",
             "api_key.encode",
-            "self._api_key_digest = None if api_key is None else sha256(api_key.encode()).digest()",
-            "self._api_key_digest is None",
-            "secrets.compare_digest(sha256(credentials[7:]).digest(), self._api_key_digest)",
+            "tenant_name(api_key)",
+            " for api_key in api_keys",
+            "self._by_digest = [(sha256(api_key.encode()).digest(), tenant_name(api_key)) "
+            "for api_key in api_keys]",
+            "not self._by_digest",
+            "(key_digest, tenant)",
+            " for key_digest, tenant in self._by_digest if "
+            "secrets.compare_digest(digest, key_digest)",
+            "secrets.compare_digest(digest, key_digest)",
         ]
     )
 
 
 def test_neither_key_nor_prompt_nor_path_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with open_limits_server(api_key="sesame") as server:
+    with open_limits_server(api_keys=("sesame",)) as server:
         key = {"authorization": "Bearer sesame"}
         for body in ({"prompt": "secret"}, {"prompt": "secret", "temperature": 9}):
             server.client.post("/generate", json=body, headers=key)
@@ -1329,7 +1338,7 @@ def test_a_first_token_that_comes_as_its_time_is_over_is_late() -> None:
 
 
 def test_what_is_sent_ahead_of_a_client_is_bounded_in_the_kernel_too() -> None:
-    with create_listener("127.0.0.1", 0, None) as bounded, socket.socket() as like:
+    with create_listener("127.0.0.1", 0, ()) as bounded, socket.socket() as like:
         like.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         size = like.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         assert bounded.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == size

@@ -29,6 +29,7 @@ from forge.server.errors import EXCEPTION_HANDLERS, APIError
 from forge.server.middleware import SHUTTING_DOWN, SecurityMiddleware
 from forge.server.openapi import REQUEST_MODELS, REQUIRED, SUMMARIES, build_document
 from forge.server.operations import OperationsEndpoints
+from forge.server.tenants import Tenants
 from tests.engine.test_async_llm import FAILING_POLICY, TIMEOUT_S, BlockingPolicy, wait_until_async
 from tests.server.test_server import check_envelope, open_server
 from tests.texts import ANY_CHARACTER
@@ -110,7 +111,7 @@ def create_probed_app(llm: AsyncLLM, stalled_s: float) -> Starlette:
     """Return an application whose stall limit is this long."""
     return Starlette(
         routes=OperationsEndpoints(llm, stalled_s).routes(),
-        middleware=[Middleware(SecurityMiddleware, api_key=None)],
+        middleware=[Middleware(SecurityMiddleware, tenants=Tenants(()))],
         exception_handlers=EXCEPTION_HANDLERS,
     )
 
@@ -530,7 +531,7 @@ def test_the_described_error_is_the_one_that_is_sent(app: Starlette) -> None:
 
 
 def test_a_key_is_needed_where_something_is_read_or_changed() -> None:
-    with open_server(api_key="sesame") as server:
+    with open_server(api_keys=("sesame",)) as server:
         for path in ("/metrics", "/version", "/tokenizer_info", "/openapi.json"):
             check_envelope(server.client.get(path), 401, None, "invalid_api_key")
         for path in ("/tokenize", "/detokenize", "/reset_prefix_cache"):

@@ -90,7 +90,7 @@ class RunningServer(NamedTuple):
 def open_server(
     model: str = "hash",
     *,
-    api_key: str | None = None,
+    api_keys: tuple[str, ...] = (),
     prepare: Callable[[AsyncLLM], None] = lambda llm: None,
     clock: ManualClockLoop | None = None,
     **options: Any,
@@ -104,8 +104,8 @@ def open_server(
     }
     llm = AsyncLLM(model, **{**numbers, **options})
     prepare(llm)
-    with create_listener("127.0.0.1", 0, api_key) as socket_:
-        app = create_app(llm, served_model_name="hash", api_key=api_key)
+    with create_listener("127.0.0.1", 0, api_keys) as socket_:
+        app = create_app(llm, served_model_name="hash", api_keys=api_keys)
         with serve_app(llm, app, socket_, clock=clock) as (url, client):
             yield RunningServer(url, llm, client)
 
@@ -1086,7 +1086,7 @@ def test_choices_at_temperature_0_are_equal(running_server: RunningServer) -> No
 
 
 def test_with_a_key_every_route_but_healthz_needs_it() -> None:
-    with open_server(api_key="sésame") as server:
+    with open_server(api_keys=("sésame",)) as server:
         key = "Bearer sésame".encode()
         paths = [("GET", "/v1/models"), ("POST", "/generate"), ("POST", "/v1/completions")]
         paths += [("GET", "/nowhere"), ("GET", "//healthz"), ("GET", "/v1/%6dodels")]
@@ -1253,7 +1253,7 @@ from forge import AsyncLLM
 from forge.limits import Limits
 from forge.server.http_server import run_server
 llm = AsyncLLM("hash:step_ms=5")
-run_server(llm, host="127.0.0.1", port=0, api_key=None, served_model_name=None,
+run_server(llm, host="127.0.0.1", port=0, api_keys=(), served_model_name=None,
     on_ready=lambda url: print(url, flush=True),
     limits=Limits(drain_timeout=300.0, read_timeout=300.0))
 print("closed:", llm.failure)
@@ -1343,7 +1343,7 @@ def test_a_second_signal_cuts_a_client_that_never_finishes_its_request() -> None
 def refuse_start(**options: Any) -> tuple[InvalidConfig, AsyncLLM]:
     """Return the error that `run_server` raises, and its engine."""
     llm = AsyncLLM("hash")
-    chosen = {"host": "127.0.0.1", "port": 0, "api_key": None, "served_model_name": None}
+    chosen = {"host": "127.0.0.1", "port": 0, "api_keys": (), "served_model_name": None}
     with pytest.raises(InvalidConfig) as caught:
         run_server(llm, **{**chosen, **options}, on_ready=lambda url: pytest.fail("it started"))
     return caught.value, llm
@@ -1363,10 +1363,10 @@ def test_a_busy_port_is_refused_and_the_engine_is_closed(running_server: Running
         ({"port": -1}, "port"),
         ({"host": ""}, "host"),
         ({"host": "no such host"}, "host"),
-        ({"host": "192.0.2.1", "api_key": "k"}, "host"),
+        ({"host": "192.0.2.1", "api_keys": ("k",)}, "host"),
         ({"host": "0.0.0.0"}, "host"),
         ({"host": "::"}, "host"),
-        ({"api_key": ""}, "api_key"),
+        ({"api_keys": ("k", "")}, "api_key"),
     ],
     ids=str,
 )
@@ -1377,18 +1377,18 @@ def test_a_start_that_cannot_be_is_refused_by_option(options: dict[str, Any], op
 def test_a_system_error_in_binding_is_refused_as_one_of_the_port() -> None:
     """A link-local address without an interface: neither in use nor another machine's."""
     with pytest.raises(InvalidConfig, match="cannot be bound") as error:
-        create_listener("fe80::1", 0, "key")
+        create_listener("fe80::1", 0, ("key",))
     assert error.value.option == "port"
 
 
 def test_a_public_address_is_served_with_a_key() -> None:
-    with create_listener("0.0.0.0", 0, "key") as socket_:
+    with create_listener("0.0.0.0", 0, ("key",)) as socket_:
         assert socket_.getsockname()[0] == "0.0.0.0"
 
 
 def test_a_listening_socket_names_its_protocol() -> None:
     """Without it, asyncio lets small responses wait 40 ms for an acknowledgement."""
-    with create_listener("localhost", 0, None) as socket_:
+    with create_listener("localhost", 0, ()) as socket_:
         assert socket_.proto == socket.IPPROTO_TCP
         assert socket_.getsockname()[0] == "127.0.0.1"
 

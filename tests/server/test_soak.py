@@ -142,7 +142,7 @@ def open_soak_server(make: Callable[..., AsyncLLM]) -> Iterator[SoakServer]:
         return remember
 
     app.add_middleware(remembering)
-    with create_listener("127.0.0.1", 0, None) as socket_:
+    with create_listener("127.0.0.1", 0, ()) as socket_:
         with serve_app(llm, app, socket_, limits) as (url, client):
             client.close()  # the client's open connections are not the server's
             yield SoakServer(url, llm, client, loops)
