@@ -214,10 +214,25 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         arrival_s: float = 0.0,
+        tenant: str = "",
+        session_id: str = "",
+        session_end: bool = False,
+        expected_pause_s: float | None = None,
     ) -> Request:
         """Return a request that the engine can serve. Raises InvalidRequest."""
         prompt_ids = tokenize(self.tokenizer, prompt)
-        request = Request(next(self._ids), prompt_ids, params, priority, cache_salt, arrival_s)
+        request = Request(
+            next(self._ids),
+            prompt_ids,
+            params,
+            priority,
+            cache_salt,
+            arrival_s,
+            tenant,
+            session_id,
+            session_end,
+            expected_pause_s,
+        )
         self.engine.check(request)
         return request
 

@@ -50,6 +50,7 @@ from forge.server.middleware import SecurityMiddleware
 from forge.server.openapi import openapi
 from forge.server.operations import OperationsEndpoints
 from forge.server.protocol import NamedPrompt, missing_field_error, parse_request
+from forge.server.request_head import RequestHead
 from forge.server.sse import EventStream
 from forge.server.stat_logger import StatLogger
 from forge.server.tenants import Tenants
@@ -143,12 +144,14 @@ class InferenceEndpoints:
             return request_body.without_prompt(), sampling
 
         async def respond(
-            parsed_body: tuple[CompletionRequest, ParamsAndPrompts], http_request_id: str
+            parsed_body: tuple[CompletionRequest, ParamsAndPrompts], head: RequestHead
         ) -> Response:
             request_body, (params, prompts) = parsed_body
-            requests = await generation.build_requests(self._queue, request_body, prompts, params)
-            head = {
-                "id": f"cmpl-{http_request_id}",
+            requests = await generation.build_requests(
+                self._queue, request_body, prompts, params, head
+            )
+            response_head = {
+                "id": f"cmpl-{head.request_id}",
                 "object": "text_completion",
                 "created": int(time.time()),
                 "model": self._model_name,
@@ -156,12 +159,12 @@ class InferenceEndpoints:
             completion = await generation.run_in_thread_if_long(
                 prompts,
                 lambda: CompletionResponse(
-                    request_body, prompts, requests, self._llm.tokenizer, head
+                    request_body, prompts, requests, self._llm.tokenizer, response_head
                 ),
             )
             prompts.clear()  # the requests have the ids
             return await self._create_response(
-                completion, http_request_id, bool(request_body.stream)
+                completion, head.request_id, bool(request_body.stream)
             )
 
         return await self._handle(request, parse_body, respond)
@@ -174,18 +177,18 @@ class InferenceEndpoints:
             self._check_model_required(request_body.model)
             return request_body
 
-        async def respond(request_body: ChatRequest, http_request_id: str) -> Response:
-            engine_request = await chat.build_request(self._queue, request_body)
-            head = {
-                "id": f"chatcmpl-{http_request_id}",
+        async def respond(request_body: ChatRequest, head: RequestHead) -> Response:
+            engine_request = await chat.build_request(self._queue, request_body, head)
+            response_head = {
+                "id": f"chatcmpl-{head.request_id}",
                 "created": int(time.time()),
                 "model": self._model_name,
             }
             completion = ChatCompletionResponse(
-                request_body, engine_request, self._llm.tokenizer, head
+                request_body, engine_request, self._llm.tokenizer, response_head
             )
             return await self._create_response(
-                completion, http_request_id, bool(request_body.stream)
+                completion, head.request_id, bool(request_body.stream)
             )
 
         return await self._handle(request, parse_body, respond)
@@ -200,12 +203,14 @@ class InferenceEndpoints:
             return request_body, (request_body.sampling_params(), request_body.parse_prompts())
 
         async def respond(
-            parsed_body: tuple[GenerateRequest, ParamsAndPrompts], http_request_id: str
+            parsed_body: tuple[GenerateRequest, ParamsAndPrompts], head: RequestHead
         ) -> Response:
             request_body, (params, prompts) = parsed_body
-            requests = await generation.build_requests(self._queue, request_body, prompts, params)
+            requests = await generation.build_requests(
+                self._queue, request_body, prompts, params, head
+            )
             return await generation.create_response(
-                self._queue, requests, http_request_id, _build_generate_body
+                self._queue, requests, head.request_id, _build_generate_body
             )
 
         return await self._handle(request, parse_body, respond)
@@ -214,15 +219,15 @@ class InferenceEndpoints:
         self,
         request: Request,
         parse_body: Callable[[dict[str, Any]], T],
-        respond: Callable[[T, str], Coroutine[Any, Any, Response]],
+        respond: Callable[[T, RequestHead], Coroutine[Any, Any, Response]],
     ) -> Response:
         """Parse the body and return its response. Raises ClientDisconnected when the client leaves.
 
-        respond   called with the result of `parse_body` and the request's id
+        respond   called with the result of `parse_body` and the head of the request
         """
         parsed_body = await read_json_body(request, parse_body)
         return await generation.run_until_disconnect(
-            request.receive, respond(parsed_body, request.state.request_id)
+            request.receive, respond(parsed_body, RequestHead.from_request(request))
         )
 
     async def _create_response(

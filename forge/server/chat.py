@@ -40,6 +40,7 @@ from forge.server.protocol import (
     NamedPrompt,
     ShortTextField,
 )
+from forge.server.request_head import RequestHead
 from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_entries
 from forge.server.tools import ToolSet, check_renders_tool_calls, parse_tools
 from forge.tokenizer import ChatEnd, Tokenizer
@@ -103,7 +104,6 @@ class ChatRequest(StreamingRequest):
     continue_final_message: BooleanField = None
     chat_template_kwargs: TemplateVariablesField = None
     # Accepted without effect.
-    prompt_cache_key: ShortTextField = None
     safety_identifier: ShortTextField = None
 
     def explicit_params(self) -> dict[str, Any]:
@@ -205,7 +205,9 @@ class ChatRequest(StreamingRequest):
         return tokenizer.apply_chat_template(messages, self.chat_end, variables)
 
 
-async def build_request(queue: AdmissionQueue, request_body: ChatRequest) -> Request:
+async def build_request(
+    queue: AdmissionQueue, request_body: ChatRequest, head: RequestHead
+) -> Request:
     """Return a request that the engine can serve. Raises InvalidRequest or APIError."""
     queue.check_capacity(1)  # before the costly part
     with _relabel_max_tokens_error(request_body):
@@ -215,7 +217,9 @@ async def build_request(queue: AdmissionQueue, request_body: ChatRequest) -> Req
         )
         prompt, tools = NamedPrompt("messages", prompt_ids), request_body.callable_tools
         try:
-            (request,) = await generation.build_requests(queue, request_body, [prompt], params)
+            (request,) = await generation.build_requests(
+                queue, request_body, [prompt], params, head
+            )
         except InvalidRequest as error:
             if tools is None or error.field != "structure":
                 raise

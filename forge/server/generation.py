@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -20,7 +21,7 @@ from starlette.types import Receive
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EngineClosed, EngineDead, InvalidRequest
-from forge.llm import RequestOutput, TextDelta
+from forge.llm import Prompt, RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.sequence import STRUCTURE_ERROR_PREFIX
 from forge.server.admission import AdmissionQueue
@@ -33,6 +34,8 @@ from forge.server.errors import (
     structure_too_complex_error,
 )
 from forge.server.protocol import NamedPrompt, SamplingRequest
+from forge.server.request_head import RequestHead
+from forge.server.tenants import tenant_salt
 from forge.server.time_slicing import (
     TOKENS_PER_SLICE,
     JSONPartsResponse,
@@ -55,8 +58,9 @@ async def build_requests(
     request_body: SamplingRequest,
     prompts: Sequence[NamedPrompt],
     params: SamplingParams,
+    head: RequestHead,
 ) -> list[Request]:
-    """Return a request that the engine can serve for each prompt.
+    """Return a request that the engine can serve for each prompt; all are turns of one session.
 
     Raises InvalidRequest or APIError.
     """
@@ -64,12 +68,20 @@ async def build_requests(
     queue.check_capacity(len(prompts))
     with request_body.relabel_structure_error():
         await queue.check_structure(params)
-    arrival_s = asyncio.get_running_loop().time()
+    create_request = partial(
+        queue.llm.create_request,
+        params=params,
+        priority=request_body.priority or 0,
+        cache_salt=tenant_salt(head.tenant, request_body.cache_salt or ""),
+        arrival_s=asyncio.get_running_loop().time(),
+        tenant=head.tenant,
+        session_id=head.session_id_with(request_body),
+        session_end=bool(request_body.session_end),
+        expected_pause_s=request_body.expected_pause_s,
+    )
 
     def build() -> list[Request]:
-        return [
-            _build_request(queue.llm, request_body, prompt, params, arrival_s) for prompt in prompts
-        ]
+        return [_build_request(prompt, create_request) for prompt in prompts]
 
     return await run_in_thread_if_long(prompts, build)
 
@@ -81,21 +93,9 @@ async def run_in_thread_if_long(prompts: Sequence[NamedPrompt], work: Callable[[
     return work()
 
 
-def _build_request(
-    llm: AsyncLLM,
-    request_body: SamplingRequest,
-    prompt: NamedPrompt,
-    params: SamplingParams,
-    arrival_s: float,
-) -> Request:
+def _build_request(prompt: NamedPrompt, create_request: Callable[[Prompt], Request]) -> Request:
     try:
-        return llm.create_request(
-            prompt.content,
-            params,
-            priority=request_body.priority or 0,
-            cache_salt=request_body.cache_salt or "",
-            arrival_s=arrival_s,
-        )
+        return create_request(prompt.content)
     except InvalidRequest as error:
         if error.field != "prompt":
             raise

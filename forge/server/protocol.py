@@ -13,6 +13,7 @@ field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -24,6 +25,7 @@ from forge.errors import InvalidRequest
 from forge.request import (
     MAX_LISTED_IDS,
     MAX_PATTERN_CHARS,
+    MAX_SESSION_ID_CHARS,
     MAX_STOP_STRINGS,
     SamplingParams,
     Structure,
@@ -50,6 +52,19 @@ LogitBiasField = Annotated[
 CacheSaltField = Annotated[
     str | None,
     Field(description="1 to 128 letters, digits, _ or -", pattern=r"^[A-Za-z0-9_-]{1,128}$"),
+]
+_SESSION_ID_PATTERN = r"[^\x00-\x1f\x7f]{%d,%d}"
+SESSION_ID = re.compile(_SESSION_ID_PATTERN % (1, MAX_SESSION_ID_CHARS))
+SESSION_ID_TEXT = f"1 to {MAX_SESSION_ID_CHARS} characters without control characters"
+SessionIdField = Annotated[
+    str | None, Field(description=SESSION_ID_TEXT, pattern=f"^{SESSION_ID.pattern}$")
+]
+CacheKeyField = Annotated[
+    str | None,
+    Field(
+        description=f"at most {MAX_SESSION_ID_CHARS} characters without control characters",
+        pattern=f"^{_SESSION_ID_PATTERN % (0, MAX_SESSION_ID_CHARS)}$",
+    ),
 ]
 ResponseFormatField = Annotated[dict[str, Any] | None, Field(description="an object with a type")]
 PatternField = Annotated[
@@ -104,7 +119,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "session_id": (),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
@@ -170,6 +184,10 @@ class SamplingRequest(RequestBody):
     grammar: PatternField = None
     priority: IntegerField = None
     cache_salt: CacheSaltField = None
+    session_id: SessionIdField = None
+    session_end: BooleanField = None
+    expected_pause_s: NumberField = None
+    prompt_cache_key: CacheKeyField = None
     # Accepted without effect.
     user: ShortTextField = None
     request_id: ShortTextField = None
