@@ -226,6 +226,7 @@ def _audit_sessions(scheduler: Scheduler) -> None:
         assert session.key == key and session.num_live == num_live[key] <= session.num_turns
         assert len(set(session.chain)) == len(session.chain)
         assert session.num_live or not session.has_ended
+    assert scheduler.num_paused_sessions == sum(each.is_paused for each in sessions.values())
     by_tenant = Counter(tenant for tenant, _ in sessions)
     assert max(by_tenant.values(), default=0) <= scheduler.config.max_sessions
     assert by_tenant == {tenant: len(each) for tenant, each in table._by_tenant.items()}

@@ -81,6 +81,7 @@ class Scheduler:
     gate                 running sequences whose next row waits for a commit
     num_queried_tokens   tokens of sequences when they were first admitted
     num_cached_tokens    those of them in blocks that another sequence had computed
+    num_resumed_tokens   those of them in later turns of a session
     num_planned_tokens   positions computed by all plans
     num_preemptions      times that a sequence lost its blocks and was queued again
     num_draft_tokens     drafts verified
@@ -112,6 +113,7 @@ class Scheduler:
         self.gate = CommitGate()
         self.ledger: deque[StepPlan] = deque()
         self.num_cached_tokens = 0
+        self.num_resumed_tokens = 0
         self.num_queried_tokens = 0
         self.num_planned_tokens = 0
         self.num_preemptions = 0
@@ -251,6 +253,11 @@ class Scheduler:
         """
         self._is_stalled = False
         return self._session_table.expire(key, num_turns)
+
+    @property
+    def num_paused_sessions(self) -> int:
+        """Number of the open sessions that have no live request."""
+        return self._session_table.num_paused
 
     def take_paused_sessions(self) -> list[Session]:
         """Return the open sessions that have paused since the last call, for timers."""
@@ -468,6 +475,8 @@ class Scheduler:
         if not sequence.epoch:  # a preempted sequence would count its own blocks
             self.num_cached_tokens += sequence.num_committed
             self.num_queried_tokens += len(sequence.tokens)
+            if sequence.session is not None and sequence.session.num_turns > 1:
+                self.num_resumed_tokens += sequence.num_committed
             self.new_request_ids.append(sequence.request.id)
         self.prefix_cache.add_in_progress(sequence)
         sequence.slot = self._free_slots.pop()

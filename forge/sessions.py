@@ -95,6 +95,7 @@ class SessionTable:
     """The open sessions, and what their turns and ends do to the cached blocks.
 
     sessions       open sessions by key, oldest first
+    num_paused     sessions of them without a live request
     max_sessions   most open sessions of one tenant
     on_close       called with each session that has just left `sessions`
     """
@@ -103,6 +104,7 @@ class SessionTable:
         self, pool: BlockPool, max_sessions: int, on_close: Callable[[Session], None]
     ) -> None:
         self.sessions: dict[SessionKey, Session] = {}
+        self.num_paused = 0
         self._pool = pool
         self._max_sessions = max_sessions
         self._on_close = on_close
@@ -115,7 +117,7 @@ class SessionTable:
     @property
     def has_paused(self) -> bool:
         """True while an open session has no live request."""
-        return any(session.is_paused for session in self.sessions.values())
+        return self.num_paused > 0
 
     def take_paused(self) -> list[Session]:
         """Return the open sessions that have paused since the last call."""
@@ -135,6 +137,7 @@ class SessionTable:
         else:
             session = self._recognise(request, hashes)
         if session is not None:
+            self.num_paused -= session.is_paused
             session.num_turns += 1
             session.num_live += 1
             session.expected_pause_s = request.expected_pause_s
@@ -179,6 +182,7 @@ class SessionTable:
         session.num_live -= 1
         if not session.is_paused:
             return
+        self.num_paused += 1
         session.paused_at = work
         if session.has_ended:
             self._close(session, demote=True)
@@ -250,10 +254,12 @@ class SessionTable:
                 return None
             self._close(min(paused, key=lambda s: s.paused_at), demote=False)
         session = self.sessions[key] = self._by_tenant[key[0]][key] = Session(key)
+        self.num_paused += 1  # until its turn begins
         return session
 
     def _close(self, session: Session, *, demote: bool) -> None:
         tenant = session.key[0]
+        self.num_paused -= 1
         del self.sessions[session.key], self._by_tenant[tenant][session.key]
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
