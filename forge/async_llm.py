@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, Unpack
@@ -30,6 +30,7 @@ from forge.engine_loop import (
     Abort,
     CheckedRequest,
     Command,
+    EndSession,
     EngineStatus,
     ResetPrefixCache,
     StepReport,
@@ -42,6 +43,7 @@ from forge.llm import (
     Options,
     OutputProcessor,
     Prompt,
+    RequestFields,
     RequestOutput,
     TextDelta,
     merge_deltas,
@@ -52,8 +54,10 @@ from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer
 
 RESET_DONE = ("reset", None)
-"""End reason of a mailbox whose reset was carried out."""
-
+SESSION_ENDED = ("session ended", None)
+SESSION_UNKNOWN = ("no such session", None)
+COMMAND_RESULTS = (RESET_DONE, SESSION_ENDED, SESSION_UNKNOWN)
+"""End reasons of a mailbox whose command was carried out."""
 
 MAX_DELTAS_PER_READ = 128
 """Deltas that a reader takes before other coroutines run. A slow reader's backlog has no bound."""
@@ -159,6 +163,7 @@ class AsyncLLM:
         self._observers: list[EngineObserver] = []
         self._num_steps, self._last_progress_s = 0, time.monotonic()
         self._has_work = False  # by the engine's latest report; readers that have left count too
+        self._waits_for_session = False  # by the same: it has work, and nothing to do until then
         self._host = host_type(model, policy, options, self._on_report, self._on_engine_end)
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
 
@@ -169,9 +174,15 @@ class AsyncLLM:
 
     @property
     def stalled_s(self) -> float:
-        """Return the seconds since the last step while there is work; 0 for an idle engine."""
-        busy = self._mailboxes or self._has_work
-        return time.monotonic() - self._last_progress_s if busy else 0.0
+        """Return the seconds since the last step while there is work; 0 for an idle engine.
+
+        0 as well while all requests wait for a paused session, as the policy decided.
+        """
+        return time.monotonic() - self._last_progress_s if self._is_busy else 0.0
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._mailboxes or self._has_work) and not self._waits_for_session
 
     def add_observer(self, observer: EngineObserver) -> None:
         """Send the observer every event from now on."""
@@ -210,29 +221,11 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: SamplingParams = DEFAULT_PARAMS,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        arrival_s: float = 0.0,
-        tenant: str = "",
-        session_id: str = "",
-        session_end: bool = False,
-        expected_pause_s: float | None = None,
+        **fields: Unpack[RequestFields],
     ) -> Request:
         """Return a request that the engine can serve. Raises InvalidRequest."""
         prompt_ids = tokenize(self.tokenizer, prompt)
-        request = Request(
-            next(self._ids),
-            prompt_ids,
-            params,
-            priority,
-            cache_salt,
-            arrival_s,
-            tenant,
-            session_id,
-            session_end,
-            expected_pause_s,
-        )
+        request = Request(next(self._ids), prompt_ids, params, **fields)
         self.engine.check(request)
         return request
 
@@ -270,39 +263,67 @@ class AsyncLLM:
                 request_observer.on_close()
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        **fields: Unpack[RequestFields],
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield deltas as they come. Closing the iterator aborts the request.
 
         Raises InvalidRequest.
         """
-        return self.stream_request(self.create_request(prompt, params))
+        return self.stream_request(self.create_request(prompt, params, **fields))
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        **fields: Unpack[RequestFields],
     ) -> RequestOutput:
         """Return the whole output. Cancelling the coroutine aborts the request.
 
         Raises InvalidRequest.
         """
-        request = self.create_request(prompt, params)
+        request = self.create_request(prompt, params, **fields)
         output = RequestOutput.empty(request)
         async with aclosing(self.stream_request(request)) as deltas:
             async for delta in deltas:
                 output.append(delta)
         return output
 
+    def session(self, session_id: str | None = None, *, tenant: str = "") -> AsyncLLMSession:
+        """Return a session: an `async with` block ends it. It opens with its first turn.
+
+        session_id   a new one where it is left out
+        """
+        return AsyncLLMSession(self, session_id or f"session-{next(self._ids)}", tenant)
+
+    async def end_session(self, session_id: str, *, tenant: str = "") -> bool:
+        """End a session, and return whether it was open. With an open request, it ends after it.
+
+        Raises EngineDead.
+        """
+        command = EndSession(next(self._ids), (tenant, session_id))
+        return await self._carry_out(command) == SESSION_ENDED
+
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, so that no later request shares them. Open ones keep theirs.
 
         Raises EngineDead.
         """
+        await self._carry_out(ResetPrefixCache(next(self._ids)))
+
+    async def _carry_out(self, command: EndSession | ResetPrefixCache) -> tuple[str, str | None]:
+        """Post the command, and return its end reason once it was carried out. Raises EngineDead.
+
+        A caller that is cancelled meanwhile takes nothing back.
+        """
         mailbox = _Mailbox(asyncio.get_running_loop(), 0)
-        command = ResetPrefixCache(next(self._ids))
         self._post(command.ticket, mailbox, command)
         await mailbox.ready.wait()
-        if mailbox.end_reason != RESET_DONE:
+        if mailbox.end_reason not in COMMAND_RESULTS:
             raise self._engine_error()
+        return mailbox.end_reason
 
     def _submit(self, request: Request, mailbox: _Mailbox) -> None:
         if request.id in self._mailboxes:
@@ -321,10 +342,10 @@ class AsyncLLM:
         with self._lock:
             if self.failure is not None:
                 raise self._engine_error()
-            if not (self._mailboxes or self._has_work):
+            if not self._is_busy:
                 self._last_progress_s = time.monotonic()
             self._mailboxes[mailbox_id] = mailbox
-            self._has_work = True
+            self._has_work, self._waits_for_session = True, False
         self._host.post(command)
 
     def _engine_error(self) -> EngineDead:
@@ -342,9 +363,11 @@ class AsyncLLM:
     # Called by the engine's host, on the host's thread.
 
     def _on_report(self, report: StepReport) -> None:
-        if report.status.num_steps != self._num_steps:
-            self._num_steps, self._last_progress_s = report.status.num_steps, time.monotonic()
-        self._has_work = report.status.has_work
+        status = report.status
+        if status.num_steps != self._num_steps or self._waits_for_session:
+            self._num_steps, self._last_progress_s = status.num_steps, time.monotonic()
+        self._has_work = status.has_work
+        self._waits_for_session = status.has_work and not status.can_step
         for observer in self._observers:  # first, so that a reader finds its deltas counted
             observer.on_step(report)
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}
@@ -365,10 +388,13 @@ class AsyncLLM:
             mailbox = self._mailboxes.pop(request_id, None)
             if mailbox is not None:
                 _call_threadsafe(mailbox.loop, mailbox.close, FinishReason.ERROR.value, error)
-        for ticket in report.reset_tickets:
+        results = [(ticket, RESET_DONE) for ticket in report.reset_tickets]
+        for ticket, was_open in report.ended_sessions:
+            results.append((ticket, SESSION_ENDED if was_open else SESSION_UNKNOWN))
+        for ticket, result in results:
             mailbox = self._mailboxes.pop(ticket, None)
             if mailbox is not None:  # None: abort_all closed it
-                _call_threadsafe(mailbox.loop, mailbox.close, *RESET_DONE)
+                _call_threadsafe(mailbox.loop, mailbox.close, *result)
 
     def _on_engine_end(self, finish: FinishReason, failure: str) -> None:
         with self._lock:
@@ -391,3 +417,55 @@ def _call_threadsafe(
     except RuntimeError:
         return False
     return True
+
+
+class AsyncLLMSession:
+    """Turns of one growing context. `end`, or the end of an `async with` block, ends it.
+
+    Each turn's prompt is the whole context so far; its beginning is found in the prefix cache.
+    """
+
+    def __init__(self, llm: AsyncLLM, session_id: str, tenant: str) -> None:
+        self.session_id = session_id
+        self.tenant = tenant
+        self._llm = llm
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with suppress(EngineDead):  # its sessions have ended with it
+            await self.end()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        **fields: Unpack[RequestFields],
+    ) -> RequestOutput:
+        """Return the whole output of a turn. Raises InvalidRequest."""
+        return await self._llm.generate(prompt, params, **self._fields_of_turn(fields))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        **fields: Unpack[RequestFields],
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Yield deltas of a turn as they come. Closing the iterator aborts the turn."""
+        return self._llm.stream(prompt, params, **self._fields_of_turn(fields))
+
+    async def end(self) -> bool:
+        """End the session, and return whether it was open. A later turn would open it again.
+
+        Raises EngineDead.
+        """
+        return await self._llm.end_session(self.session_id, tenant=self.tenant)
+
+    def _fields_of_turn(self, fields: RequestFields) -> RequestFields:
+        return {**fields, "session_id": self.session_id, "tenant": self.tenant}

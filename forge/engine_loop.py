@@ -1,10 +1,10 @@
 """EngineLoop: an engine and its inbox. Any thread posts commands; each step makes a report.
 
-Owns the order in which commands are executed and steps run. Knows no coroutine, and not whether its
-reports go to a thread or to another process.
+Owns the order in which commands are executed and steps run, and the clock of paused sessions. Knows
+no coroutine, and not whether its reports go to a thread or to another process.
 
-    post(Request), post(Abort) ──► inbox ──► execute ──► Engine.step() ──► on_report(report)
-                                               └────────── repeat ◄────────────┘
+    post(Request), post(Abort) ──► inbox ──► execute ──► expire ──► Engine.step() ──► on_report
+                                               └────────────── repeat ◄─────────────────┘
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from forge.engine import Engine
 from forge.errors import ForgeError
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.request import Delta, Request, Structure
+from forge.session_timers import SessionTimers
+from forge.sessions import SessionKey
 
 MAX_COMPILE_THREADS = 4
 """Structures of a level that compile at the same time. Compiling does not hold Python's lock."""
@@ -38,13 +40,20 @@ class CheckedRequest(NamedTuple):
     level: QueueLevel
 
 
+class EndSession(NamedTuple):
+    """Command: end a session for its client. The report after it carries the ticket."""
+
+    ticket: int
+    key: SessionKey
+
+
 class ResetPrefixCache(NamedTuple):
     """Command: drop all cached prefixes. The report after it carries the ticket."""
 
     ticket: int
 
 
-Command: TypeAlias = Request | CheckedRequest | Abort | ResetPrefixCache
+Command: TypeAlias = Request | CheckedRequest | Abort | EndSession | ResetPrefixCache
 """A value that `post` takes. A Request may take long: its structure may not be compiled yet."""
 
 
@@ -66,6 +75,9 @@ class _CompileFailure(NamedTuple):
     error: str
 
 
+_InboxEntry: TypeAlias = _Submission | _CompileFailure | Abort | EndSession | ResetPrefixCache
+
+
 class EngineStatus(NamedTuple):
     """Figures of an engine after a step.
 
@@ -74,13 +86,19 @@ class EngineStatus(NamedTuple):
     num_waiting         sequences that wait for admission
     num_blocks          blocks of the KV cache
     num_used_blocks     blocks that open sequences hold
+    has_work            a request has not ended
+    can_step            a step would change something; False as well while all requests wait for a
+                        paused session
     num_cached_blocks   blocks that no sequence holds and whose content is kept
+    num_sessions        open sessions
+    num_paused_sessions   those of them without a live request
 
     Totals since the engine was made, which never fall:
 
     num_preemptions       preemptions of a sequence, which lost its blocks and waited again
     num_queried_tokens    tokens that sequences had when they were first admitted
     num_cached_tokens     those of them that the prefix cache had
+    num_resumed_tokens    those of these that belong to a later turn of a session
     num_planned_tokens    tokens that steps have computed or are computing
     num_draft_tokens      draft tokens that the model has verified
     num_accepted_tokens   draft tokens that it accepted
@@ -92,10 +110,14 @@ class EngineStatus(NamedTuple):
     num_blocks: int
     num_used_blocks: int
     has_work: bool
+    can_step: bool
     num_cached_blocks: int
+    num_sessions: int
+    num_paused_sessions: int
     num_preemptions: int
     num_queried_tokens: int
     num_cached_tokens: int
+    num_resumed_tokens: int
     num_planned_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -112,10 +134,14 @@ class EngineStatus(NamedTuple):
             pool.num_blocks,
             pool.num_used_blocks,
             engine.has_work,
+            engine.can_step,
             pool.num_cached_blocks,
+            len(scheduler.sessions),
+            scheduler.num_paused_sessions,
             scheduler.num_preemptions,
             scheduler.num_queried_tokens,
             scheduler.num_cached_tokens,
+            scheduler.num_resumed_tokens,
             scheduler.num_planned_tokens,
             scheduler.num_draft_tokens,
             scheduler.num_accepted_tokens,
@@ -129,6 +155,7 @@ class StepReport(NamedTuple):
     step_s          seconds that the step took: schedule, forward, commit
     queue_times_s   seconds from `post` to this step, for each request first served by it
     reset_tickets   tickets of the resets carried out
+    ended_sessions  (ticket, whether the session was open) of each EndSession carried out
     """
 
     deltas: Sequence[Delta]
@@ -137,6 +164,15 @@ class StepReport(NamedTuple):
     step_s: float
     queue_times_s: Sequence[float]
     reset_tickets: Sequence[int]
+    ended_sessions: Sequence[tuple[int, bool]]
+
+
+class _CommandResults(NamedTuple):
+    """Results of the commands before a step, as a StepReport has them."""
+
+    rejections: list[tuple[int, str]]
+    reset_tickets: list[int]
+    ended_sessions: list[tuple[int, bool]]
 
 
 class EngineLoop:
@@ -149,11 +185,12 @@ class EngineLoop:
         self._engine = engine
         self._on_report = on_report
         self._condition = threading.Condition()
-        self._inbox: deque[_Submission | _CompileFailure | Abort | ResetPrefixCache] = deque()
+        self._inbox: deque[_InboxEntry] = deque()
         self._post_times_s: dict[int, float] = {}  # of requests before their first step
         self._stopping = False
         self._executors: dict[QueueLevel, ThreadPoolExecutor] = {}
         self._compiling: dict[int, Future[None]] = {}  # requests whose structure is being compiled
+        self._timers = SessionTimers(engine.scheduler.sessions, engine.config.session_ttl_s)
 
     def post(self, command: Command) -> None:
         """Hand over a command to execute before the next step. Any thread may call this.
@@ -172,7 +209,7 @@ class EngineLoop:
                 case _:
                     self._enqueue(command)
 
-    def _enqueue(self, entry: _Submission | _CompileFailure | Abort | ResetPrefixCache) -> None:
+    def _enqueue(self, entry: _InboxEntry) -> None:
         if isinstance(entry, _Submission):
             self._post_times_s.setdefault(entry.request.id, time.monotonic())
         self._inbox.append(entry)
@@ -230,33 +267,46 @@ class EngineLoop:
         """Execute commands, step and report until `stop`. Raises what the engine raises."""
         engine = self._engine
         while self._wait_for_work():
-            rejections, reset_tickets = self._execute_commands()
+            results = self._execute_commands()
+            self._expire_sessions()
             start_s = time.monotonic()
             deltas = engine.step()
             step_s = time.monotonic() - start_s
             queue_times_s = self._queue_times(engine.scheduler.new_request_ids, start_s)
+            self._timers.start(engine.scheduler.take_paused_sessions(), start_s + step_s)
             self._on_report(
                 StepReport(
                     deltas,
-                    rejections,
+                    results.rejections,
                     EngineStatus.from_engine(engine),
                     step_s,
                     queue_times_s,
-                    reset_tickets,
+                    results.reset_tickets,
+                    results.ended_sessions,
                 )
             )
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is a command or a step to run. Return False once `stop` was called."""
+        """Wait until a command, a step or a timer is due. Return False once `stop` was called."""
         with self._condition:
-            while not (self._inbox or self._stopping or self._engine.has_work):
-                self._condition.wait()
+            while not (self._inbox or self._stopping or self._engine.can_step):
+                deadline_s = self._timers.next_deadline_s
+                timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if timeout_s is not None and timeout_s <= 0:
+                    break
+                self._condition.wait(timeout_s)
             return not self._stopping
 
-    def _execute_commands(self) -> tuple[list[tuple[int, str]], list[int]]:
-        """Execute the commands posted so far; return the rejections and the reset tickets."""
-        rejections: list[tuple[int, str]] = []
-        reset_tickets: list[int] = []
+    def _expire_sessions(self) -> None:
+        """Close the sessions whose pause is over. Turns posted so far have begun before."""
+        if self._timers.next_deadline_s is None:
+            return
+        for timer in self._timers.pop_due(time.monotonic()):
+            self._engine.expire_session(timer.key, timer.num_turns)
+
+    def _execute_commands(self) -> _CommandResults:
+        """Execute the commands posted so far, and return their results."""
+        results = _CommandResults([], [], [])
         reposted = set[int]()  # ids of requests posted again here: their aborts must come later
         for _ in range(len(self._inbox)):
             match entry := self._inbox.popleft():
@@ -267,9 +317,11 @@ class EngineLoop:
                     self._post_times_s.pop(entry.request_id, None)
                 case ResetPrefixCache():
                     self._engine.reset_prefix_cache()
-                    reset_tickets.append(entry.ticket)
+                    results.reset_tickets.append(entry.ticket)
+                case EndSession(ticket, key):
+                    results.ended_sessions.append((ticket, self._engine.end_session(key)))
                 case _CompileFailure():
-                    rejections.append((entry.request_id, entry.error))
+                    results.rejections.append((entry.request_id, entry.error))
                 case _Submission(command, request) if self._must_recompile(entry):
                     self._post_times_s.pop(request.id, None)
                     reposted.add(request.id)
@@ -279,8 +331,8 @@ class EngineLoop:
                         self._engine.submit(request)
                     except ForgeError as error:  # its id is live, or the pool shrank meanwhile
                         self._post_times_s.pop(request.id, None)
-                        rejections.append((request.id, str(error)))
-        return rejections, reset_tickets
+                        results.rejections.append((request.id, str(error)))
+        return results
 
     def _must_recompile(self, submission: _Submission) -> bool:
         """Return whether a matcher failed since, which drops its structure from the compiled ones.

@@ -58,6 +58,8 @@ class Options(TypedDict, total=False):
     depth: int
     enable_prefix_caching: bool
     seed: int
+    session_ttl_s: float
+    max_sessions: int
     device: str
     dtype: str
     gpu_memory_utilization: float
@@ -69,6 +71,18 @@ class Options(TypedDict, total=False):
     speculative_method: str
     acceptance: str
     record: str
+
+
+class RequestFields(TypedDict, total=False):
+    """Fields of a Request besides its id, prompt and parameters, with the defaults of Request."""
+
+    priority: int
+    cache_salt: str
+    arrival_s: float
+    tenant: str
+    session_id: str
+    session_end: bool
+    expected_pause_s: float | None
 
 
 class TextDelta(NamedTuple):
@@ -378,10 +392,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        **fields: Unpack[RequestFields],
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. All prompts share the engine's steps.
 
         params   one for all prompts, or a list with one for each
+        fields   those of every request
 
         Raises InvalidRequest before anything runs.
         """
@@ -399,7 +415,7 @@ class LLM:
         requests = []
         for index, (prompt, prompt_params) in enumerate(zip(prompt_list, params_list, strict=True)):
             try:
-                requests.append(self._create_request(prompt, prompt_params))
+                requests.append(self._create_request(prompt, prompt_params, **fields))
             except InvalidRequest as error:
                 raise (error if len(prompt_list) == 1 else _with_index(error, index)) from None
         processors = [OutputProcessor(request, self.tokenizer) for request in requests]
@@ -421,12 +437,26 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams = DEFAULT_PARAMS,
+        **fields: Unpack[RequestFields],
     ) -> Iterator[TextDelta]:
         """Yield deltas as they come. Dropping the iterator aborts the request, even when unread."""
-        request = self._create_request(prompt, params)
+        request = self._create_request(prompt, params, **fields)
         deltas = self._stream(request, OutputProcessor(request, self.tokenizer))
         next(deltas)  # only a generator that has started runs its `finally` when it is dropped
         return deltas
+
+    def session(self, session_id: str | None = None) -> LLMSession:
+        """Return a session: a `with` block ends it. It opens with its first turn.
+
+        session_id   a new one where it is left out
+
+        An LLM has no clock: sessions that are not ended stay open, up to `max_sessions`.
+        """
+        return LLMSession(self, session_id or f"session-{next(self._ids)}")
+
+    def end_session(self, session_id: str) -> bool:
+        """End a session, and return whether it was open. With an open request, it ends after it."""
+        return self.engine.end_session(("", session_id))
 
     def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
         """Submit the request and yield an empty delta; then yield the request's deltas."""
@@ -440,10 +470,12 @@ class LLM:
         finally:
             self._abort(request.id)
 
-    def _create_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _create_request(
+        self, prompt: Prompt, params: SamplingParams, **fields: Unpack[RequestFields]
+    ) -> Request:
         if self._closed:
             raise EngineDead("the engine was closed. Open another LLM")
-        request = Request(next(self._ids), tokenize(self.tokenizer, prompt), params)
+        request = Request(next(self._ids), tokenize(self.tokenizer, prompt), params, **fields)
         self.engine.check(request)
         return request
 
@@ -457,10 +489,68 @@ class LLM:
         while True:
             while pending:
                 yield pending.popleft()
+            if not self.engine.can_step:
+                self._expire_longest_pause()
             for delta in self.engine.step():
                 if delta.request_id in self._deltas_by_request:
                     self._deltas_by_request[delta.request_id].append(delta)
 
+            self.engine.scheduler.take_paused_sessions()  # no timer: the list must not grow
+
+    def _expire_longest_pause(self) -> None:
+        """Close the session that all requests wait for: its next turn cannot come meanwhile."""
+        paused = [each for each in self.engine.scheduler.sessions.values() if each.is_paused]
+        longest = min(paused, key=lambda session: session.last_step)
+        self.engine.expire_session(longest.key, longest.num_turns)
+
     def _abort(self, request_id: int) -> None:
         self.engine.abort(request_id)
         self._deltas_by_request.pop(request_id, None)
+
+
+class LLMSession:
+    """Turns of one growing context. `end`, or the end of a `with` block, ends it.
+
+    Each turn's prompt is the whole context so far; its beginning is found in the prefix cache.
+    """
+
+    def __init__(self, llm: LLM, session_id: str) -> None:
+        self.session_id = session_id
+        self._llm = llm
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        **fields: Unpack[RequestFields],
+    ) -> RequestOutput:
+        """Return the whole output of a turn. Raises InvalidRequest."""
+        (output,) = self._llm.generate([prompt], params, **self._fields_of_turn(fields))
+        return output
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        **fields: Unpack[RequestFields],
+    ) -> Iterator[TextDelta]:
+        """Yield deltas of a turn as they come. Dropping the iterator aborts the turn."""
+        return self._llm.stream(prompt, params, **self._fields_of_turn(fields))
+
+    def end(self) -> bool:
+        """End the session, and return whether it was open. A later turn would open it again."""
+        return self._llm.end_session(self.session_id)
+
+    def _fields_of_turn(self, fields: RequestFields) -> RequestFields:
+        return {**fields, "session_id": self.session_id}

@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -21,7 +20,7 @@ from starlette.types import Receive
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EngineClosed, EngineDead, InvalidRequest
-from forge.llm import Prompt, RequestOutput, TextDelta
+from forge.llm import RequestFields, RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.sequence import STRUCTURE_ERROR_PREFIX
 from forge.server.admission import AdmissionQueue
@@ -68,20 +67,18 @@ async def build_requests(
     queue.check_capacity(len(prompts))
     with request_body.relabel_structure_error():
         await queue.check_structure(params)
-    create_request = partial(
-        queue.llm.create_request,
-        params=params,
-        priority=request_body.priority or 0,
-        cache_salt=tenant_salt(head.tenant, request_body.cache_salt or ""),
-        arrival_s=asyncio.get_running_loop().time(),
-        tenant=head.tenant,
-        session_id=head.session_id_with(request_body),
-        session_end=bool(request_body.session_end),
-        expected_pause_s=request_body.expected_pause_s,
-    )
+    fields: RequestFields = {
+        "priority": request_body.priority or 0,
+        "cache_salt": tenant_salt(head.tenant, request_body.cache_salt or ""),
+        "arrival_s": asyncio.get_running_loop().time(),
+        "tenant": head.tenant,
+        "session_id": head.session_id_with(request_body),
+        "session_end": bool(request_body.session_end),
+        "expected_pause_s": request_body.expected_pause_s,
+    }
 
     def build() -> list[Request]:
-        return [_build_request(prompt, create_request) for prompt in prompts]
+        return [_build_request(queue.llm, prompt, params, fields) for prompt in prompts]
 
     return await run_in_thread_if_long(prompts, build)
 
@@ -93,9 +90,11 @@ async def run_in_thread_if_long(prompts: Sequence[NamedPrompt], work: Callable[[
     return work()
 
 
-def _build_request(prompt: NamedPrompt, create_request: Callable[[Prompt], Request]) -> Request:
+def _build_request(
+    llm: AsyncLLM, prompt: NamedPrompt, params: SamplingParams, fields: RequestFields
+) -> Request:
     try:
-        return create_request(prompt.content)
+        return llm.create_request(prompt.content, params, **fields)
     except InvalidRequest as error:
         if error.field != "prompt":
             raise

@@ -273,8 +273,8 @@ SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
 )
 def test_a_delta_is_the_same_after_a_pipe(fields: dict[str, Any]) -> None:
     delta = Delta(2**40, 1, **fields)
-    status = EngineStatus(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 10, 11, 12)
-    report = StepReport([delta], [(8, "taken")], status, 0.5, [1.5, 2.5], [11])
+    status = EngineStatus(1, 2, 3, 4, 5, True, False, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+    report = StepReport([delta], [(8, "taken")], status, 0.5, [1.5, 2.5], [11], [(12, True)])
     again = _unpack_report(*pickle.loads(pickle.dumps(_pack_report(report))))
     assert again == report
     assert type(again.deltas[0]) is Delta and type(again.status) is EngineStatus

@@ -84,7 +84,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("models.*", "version"),
     },
     "llm": ENGINE_AND_BELOW | {"models.*", "overhead", "version"},
-    "engine_loop": {"engine", "errors", "feedback_queue", "request"},
+    "session_timers": {"sessions"},
+    "engine_loop": {
+        *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
+    },
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "log", "models.*", "llm"},
     "log": set(),
