@@ -122,7 +122,7 @@ class EngineConfig:
     end_ids                  end tokens of the checkpoint besides the model's `eos_token()`
     cache_namespace          model, dtype and layout: hashed into every cached block's key
     speculation              how tokens are proposed ahead of the model; None: they are not
-    session_ttl_s            seconds after which a paused session ends, by a timer of the caller's
+    session_ttl_s            seconds of a pause after which a session expires
     max_sessions             most open sessions of one tenant; beyond it the longest-paused one ends
     """
 

@@ -298,7 +298,7 @@ class EngineLoop:
             return not self._stopping
 
     def _expire_sessions(self) -> None:
-        """Close the sessions whose pause is over. Turns posted so far have begun before."""
+        """Close the sessions whose pause is over. Turns posted so far have started."""
         if self._timers.next_deadline_s is None:
             return
         for timer in self._timers.pop_due(time.monotonic()):

@@ -6,6 +6,7 @@ exceptions; errors.EXCEPTION_HANDLERS makes each a response.
                                    ├─ POST /v1/chat/complet…┤
                                    ├─ POST /generate ───────┼─► AsyncLLM ──► one engine
                                    ├─ GET  /v1/models[/NAME]│
+                                   ├─ DELETE /v1/sessions/ID┤     sessions.py
                                    ├─ GET  /healthz ────────┘
                                    ├─ /livez, /readyz, ...       operations.py
                                    ├─ /tokenize, ...             tokenization.py
@@ -51,6 +52,7 @@ from forge.server.openapi import openapi
 from forge.server.operations import OperationsEndpoints
 from forge.server.protocol import NamedPrompt, missing_field_error, parse_request
 from forge.server.request_head import RequestHead
+from forge.server.sessions import SessionEndpoints
 from forge.server.sse import EventStream
 from forge.server.stat_logger import StatLogger
 from forge.server.tenants import Tenants
@@ -102,6 +104,7 @@ def create_app(
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/healthz", endpoints.health, methods=["GET"]),
+            *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
             *TokenizationEndpoints(llm, model_name).routes(),
             Route("/metrics", metrics.scrape, methods=["GET"]),

@@ -253,6 +253,18 @@ METRICS = (
         "prefix_cache_hits_total",
         "prefix_cache_hits_total",
     ),
+    MetricSpec(
+        "Of these, tokens of later turns of a session, by where they were",
+        CounterMetricFamily,
+        lambda f: {"device": f.status.num_resumed_tokens},
+        MetricName("resumed_tokens_total", "from"),
+    ),
+    _gauge("Sessions that have not ended", lambda s: s.num_sessions, "sessions_open"),
+    _gauge(
+        "Of those, sessions without an open request",
+        lambda s: s.num_paused_sessions,
+        "sessions_paused",
+    ),
     _counter(
         "Draft tokens that the model has verified",
         lambda f: f.status.num_draft_tokens,

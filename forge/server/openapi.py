@@ -23,7 +23,8 @@ from forge import __version__
 from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest, GenerateRequest
 from forge.server.middleware import SAFE_METHODS
-from forge.server.protocol import RequestBody
+from forge.server.protocol import SESSION_ID, RequestBody
+from forge.server.request_head import SESSION_HEADER
 from forge.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 REQUEST_MODELS: dict[str, type[RequestBody]] = {
@@ -41,6 +42,7 @@ SUMMARIES = {
     "/generate": "A completion with its token ids",
     "/v1/models": "The model of this server, in a list",
     "/v1/models/{name}": "The model of this name",
+    "/v1/sessions/{id}": "End a session of this key's tenant",
     "/healthz": "Figures of the engine; 503 once it has ended",
     "/livez": "503 once the engine has ended, or has work and makes no step",
     "/readyz": "503 once the server accepts no requests",
@@ -71,6 +73,15 @@ STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions")
 GENERATION_PATHS = (*STREAMING_PATHS, "/generate")
 PROBE_PATHS = ("/health", "/ping")
 EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache")
+
+
+SESSION_PARAMETER = {
+    "name": SESSION_HEADER,
+    "in": "header",
+    "description": "The session, where the body has no session_id",
+    "schema": {"type": "string", "pattern": f"^{SESSION_ID.pattern}$"},
+}
+"""Header of the routes that generate."""
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -164,6 +175,9 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
     ),
     "/v1/models": _object(object={"const": "list"}, data={**_list(_MODEL), "minItems": 1}),
     "/v1/models/{name}": _MODEL,
+    "/v1/sessions/{id}": _object(
+        id=_STRING, object={"const": "session.deleted"}, deleted={"const": True}
+    ),
     "/healthz": _object(
         status={"const": "ok"},
         steps=_COUNT,
@@ -193,7 +207,7 @@ ERROR_DESCRIPTIONS = {
     "400": "A field or the request itself is wrong",
     "401": "The key is missing or wrong",
     "403": "A web page of another origin requests a change",
-    "404": "There is no such model",
+    "404": "There is no such model or session",
     "408": "The request did not arrive in time",
     "413": "The body is too large",
     "415": "The content type is not JSON, or the body is encoded",
@@ -270,6 +284,8 @@ def _operation(path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
+    if path in GENERATION_PATHS:
+        operation["parameters"] = [SESSION_PARAMETER]
     if path in REQUEST_MODELS:
         schema = {"$ref": f"#/components/schemas/{_register_schema(path, schemas)}"}
         content = {"application/json": {"schema": schema}}

@@ -14,6 +14,7 @@ from forge.limits import Limits
 from forge.request import Request
 from forge.server.app import create_app
 from forge.server.http_server import create_listener
+from forge.server.tenants import tenant_name, tenant_salt
 from forge.tokenizer import Tokenizer
 from tests.server.http_wire import KEY, Address
 from tests.server.local_server import TIMEOUT_S, ManualClockLoop, serve_app, wait_until
@@ -70,7 +71,8 @@ class BlockAudit:
                 f"{len(live)} sequences open"
             )
         salts = [choices[0].request.cache_salt for choices in scheduler.requests.values()]
-        self.num_open, self.num_foreign = len(salts), len(salts) - salts.count(self.OWN_SALT)
+        own_salt = tenant_salt(tenant_name(KEY), self.OWN_SALT)
+        self.num_open, self.num_foreign = len(salts), len(salts) - salts.count(own_salt)
         self.num_steps += 1
 
 

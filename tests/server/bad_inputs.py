@@ -1543,13 +1543,104 @@ NAMES = [
         "a field that names a place",
         ALL,
         {"kv_transfer_params": {"remote_host": "localhost"}},
-        {"session_id": "../../x"},
         {"lora_path": "file:///etc/passwd"},
         code="unsupported_parameter",
     ),
 ]
 
+
+def request_of_session(*headers: str, **fields: Any) -> RawRequest:
+    """Return a good request with these headers and fields."""
+    return raw_request(build_post(GENERATE, build_body(GENERATE, fields), *headers))
+
+
+SESSIONS = [
+    refused_row(
+        157,
+        "a session that is none",
+        ALL,
+        *({"session_id": v} for v in ("", 1, True, [], "x" * 129, "x" * 10**6, "a\x00b", "\n")),
+        *({"prompt_cache_key": v} for v in (1, [], "x" * 129, "\x1b[2J")),
+    ),
+    refused_row(
+        157, "a session of half a pair", ALL, {"session_id": "\ud800"}, code="invalid_unicode"
+    ),
+    accepted_row(
+        157,
+        "a session with an odd name",
+        ALL,
+        *({"session_id": v} for v in ("../../x", "é" * 128, " ", "%00", "a/b?c#d", None)),
+        {"prompt_cache_key": ""},
+    ),
+    refused_row(
+        158,
+        "a session that is none, in a header",
+        (),
+        *(
+            request_of_session(f"x-session-id: {value}")
+            for value in ("", "x" * 129, "a\x01b", "a\tb", "\x7f")
+        ),
+        request_of_session("x-session-id: a", "x-session-id: a"),
+        request_of_session("x-session-id: a", "x-session-id: b"),
+        param="x-session-id",
+    ),
+    refused_row(
+        158,
+        "a session in a header that is no text",
+        (),
+        request_of_session("x-session-id: \xe9"),
+        param="x-session-id",
+        code="invalid_unicode",
+    ),
+    refused_row(
+        158,
+        "two sessions",
+        (),
+        request_of_session("x-session-id: a", session_id="b"),
+        param="session_id",
+        code="conflicting_parameters",
+    ),
+    refused_row(
+        159,
+        "an end of no session",
+        ALL,
+        {"session_end": True},
+        {"session_end": True, "session_id": None, "user": "a"},
+    ),
+    refused_row(
+        159,
+        "an end that is none",
+        ALL,
+        *({"session_end": value, "session_id": "a"} for value in (1, 0, "true", [])),
+        code="invalid_type",
+    ),
+    refused_row(
+        160,
+        "a pause that is none",
+        ALL,
+        *({"expected_pause_s": value} for value in (-1, -0.001, 86_400.1, "1", True, BIG, [], {})),
+    ),
+    accepted_row(
+        160,
+        "the shortest and the longest pause",
+        ALL,
+        *({"expected_pause_s": value} for value in (0, 5e-324, 86_400, None)),
+    ),
+    refused_row(
+        161,
+        "an end of a session that is not open",
+        (),
+        *(
+            raw_request(build_head("DELETE", f"/v1/sessions/{name}", HOST, AUTHORIZATION))
+            for name in ("never", "", "x" * 5000, "%00", "%1b%5b2J", "..%2f..", "%ff", "a/b")
+        ),
+        param="id",
+        code="session_not_found",
+        status=404,
+    ),
+]
+
 ROWS = [
     *(*TRANSPORT, *KEYS, *SHAPE, *PROMPTS, *MESSAGES),
-    *(*SAMPLING, *FORMATS, *STRUCTURED, *TOOLS, *NAMES),
+    *(*SAMPLING, *FORMATS, *STRUCTURED, *TOOLS, *NAMES, *SESSIONS),
 ]

@@ -570,7 +570,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
         "continue_final_message",
         "invalid_value",
     ),
-    ({"prompt_cache_key": "x" * 513}, "prompt_cache_key", "invalid_value"),
     ({"safety_identifier": 5}, "safety_identifier", "invalid_value"),
     ({"stream": 1}, "stream", "invalid_type"),
     ({"stream_options": {}}, "stream_options", "invalid_value"),

@@ -9,6 +9,7 @@ import pytest
 
 from forge.server.openapi import (
     EMPTY_RESPONSE_PATHS,
+    GENERATION_PATHS,
     NON_JSON_TYPES,
     PROBE_PATHS,
     RESPONSE_SCHEMAS,
@@ -27,6 +28,7 @@ STRUCTURED: tuple[dict[str, Any], ...] = (
     {"regex": "(red|green)( blinking)?"},
     {"grammar": 'start: "a" | "b"'},
 )
+SESSION = "/v1/sessions/{id}"
 REQUESTS: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/completions", {"model": "hash", "prompt": "a"}),
     ("/v1/completions", {"model": "hash", "prompt": ["a", "bc"], "logprobs": 2, **SCORED}),
@@ -225,7 +227,20 @@ def test_every_answer_is_described(document: dict[str, Any]) -> None:
     kinds = set(RESPONSE_SCHEMAS), set(NON_JSON_TYPES), set(EMPTY_RESPONSE_PATHS)
     assert set().union(*kinds) == set(document["paths"])
     assert sum(map(len, kinds)) == len(document["paths"])
-    assert {path for path, _ in REQUESTS} == set(RESPONSE_SCHEMAS)
+    assert {path for path, _ in REQUESTS} | {SESSION} == set(RESPONSE_SCHEMAS)
+
+
+def test_the_end_of_a_session_is_as_it_is_described(
+    running_server: RunningServer, document: dict[str, Any]
+) -> None:
+    running_server.post("/generate", prompt="a", session_id="a/b")
+    answer = running_server.client.delete("/v1/sessions/a%2Fb")
+    assert list(find_faults(answer_schema(document, SESSION, "delete"), answer.json())) == []
+    assert answer.json()["id"] == "a/b"
+    assert "404" in document["paths"][SESSION]["delete"]["responses"]
+    for path in GENERATION_PATHS:
+        (header,) = document["paths"][path]["post"]["parameters"]
+        assert (header["name"], header["in"]) == ("x-session-id", "header")
 
 
 def test_a_description_without_a_field_or_with_one_more_does_not_fit(
