@@ -500,7 +500,7 @@ class LLM:
     def _expire_longest_pause(self) -> None:
         """Close the session that all requests wait for: its next turn cannot come meanwhile."""
         paused = [each for each in self.engine.scheduler.sessions.values() if each.is_paused]
-        longest = min(paused, key=lambda session: session.last_step)
+        longest = min(paused, key=lambda session: session.paused_at)
         self.engine.expire_session(longest.key, longest.num_turns)
 
     def _abort(self, request_id: int) -> None:

@@ -714,8 +714,8 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("serve --host 0.0.0.0", "forge serve: --host: 0.0.0.0 can be reached from other machines"),
         ("serve --api-key=", "forge serve: --api-key: it is empty. Give text, or leave it out"),
         (
-            "serve --api-key a --api-key b,c",
-            "forge serve: --api-key: it has a comma. Give each text separately, without commas",
+            "info --api-key a --api-key b,c",
+            "forge info: --api-key: it has a comma. Give each text separately, without commas",
         ),
         ("serve --depth 3", "forge serve: --depth: 3 is not supported. Give 1 or 2"),
         ("serve --num-blocks 0", "forge serve: --num-blocks: 0 is not a positive integer. Give 1"),

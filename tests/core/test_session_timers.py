@@ -32,16 +32,18 @@ def test_a_named_and_a_recognised_session_may_be_due_at_one_time() -> None:
 
 
 def test_timers_of_no_effect_do_not_add_up() -> None:
-    """A session that goes on a thousand times has one timer that counts, and keeps that one."""
-    session = paused("a", 0)
-    sessions: dict[SessionKey, Session] = {session.key: session}
+    """A session that goes on a thousand times keeps its last timer, and another session its own."""
+    session, other = paused("a", 0), paused("b")
+    sessions: dict[SessionKey, Session] = {session.key: session, other.key: other}
     timers = SessionTimers(sessions, 60.0)
+    timers.start([other], 1000.0)
     for now_s in range(1000):
         session.num_turns += 1
         timers.start([session], float(now_s))
         assert len(timers) <= MIN_PRUNE_LEN
     assert due_keys(timers, 1058.9)[-1][1] < 1000
     assert due_keys(timers, 1059.0) == [(session.key, 1000)]
+    assert due_keys(timers, 1060.0) == [(other.key, 1)]
 
 
 def test_timers_of_closed_sessions_do_not_add_up() -> None:

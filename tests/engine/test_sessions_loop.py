@@ -241,13 +241,15 @@ def test_an_engine_that_has_ended_has_no_session_to_end() -> None:
 
 
 class Waits:
-    """An observer that sets `started` when all requests wait for a session."""
+    """An observer that counts the reports in which all requests wait for a session."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
+        self.count = 0
 
     def on_step(self, report: StepReport) -> None:
         if waits_for_session(report):
+            self.count += 1
             self.started.set()
 
     def on_request(self, request: Request) -> Waits:
@@ -272,6 +274,8 @@ def test_an_engine_that_waits_for_a_session_has_not_stalled(virtual_time: Virtua
             assert await asyncio.to_thread(waits.started.wait, TIMEOUT_S)
             virtual_time.sleep(100.0)
             assert llm.stalled_s == 0 and not waiting.done()
+            assert not await llm.end_session("b")
+            assert waits.count == 2, "the engine sleeps: a report for each request or command"
             assert await llm.end_session("a")
             assert llm.stalled_s == 0
             assert (await waiting).finish_reason == "length"
@@ -287,6 +291,7 @@ def test_a_session_of_llm_ends_with_its_block() -> None:
             assert len(text) == 3
             (open_session,) = llm.engine.scheduler.sessions.values()
             assert open_session.key == ("", session.session_id) and open_session.num_turns == 2
+            assert llm.engine.scheduler.take_paused_sessions() == [], "no timer reads them later"
         assert not llm.engine.scheduler.sessions
         assert not session.end()
 
@@ -307,7 +312,6 @@ def test_llm_does_not_wait_for_a_turn_that_cannot_come() -> None:
         (output,) = llm.generate(["x"], replace(PARAMS, max_tokens=5))
         assert len(output.token_ids) == 5
         assert not llm.engine.scheduler.sessions
-        assert llm.engine.scheduler.take_paused_sessions() == []
 
 
 def test_llm_ends_the_session_that_has_paused_longest() -> None:
