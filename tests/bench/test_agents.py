@@ -40,7 +40,7 @@ from forge.sim.length_model import FILLER_TOKEN
 from forge.sim.scenario import summary
 from forge.sim.workloads.workload import FixedArrivals, RequestArrival, VocabularyWorkload
 from forge.sim.world import World
-from tests.server.local_server import serve_app
+from tests.server.local_server import create_client, serve_app
 
 VOCAB = 200
 SMALL = AgentLoad(
@@ -457,6 +457,18 @@ def test_each_request_has_the_fields_of_its_turn() -> None:
         *[("5-0", 0.0, None), ("5-0", None, True)],
         *[("5-1", 0.0, None), ("5-1", None, True)],
     ]
+
+
+def test_with_hints_every_session_of_a_server_has_ended_after_the_run() -> None:
+    words = "--agents 2 --sessions 3 --turns 2 --system 40 --new 20-60 --output 4-12 --pause 0.001"
+    with open_forge_server() as url:
+        options = f"{words} --hints sessions --seed 5 --vocab-size {VOCAB}"
+        assert main(["bench", "agents", url, *options.split()]) == 0
+        with create_client(url) as client:
+            statuses = [client.delete(f"/v1/sessions/5-{s}").status_code for s in range(3)]
+            metrics = client.get("/metrics").text
+    assert statuses == [404] * 3
+    assert int(re.findall(r"^forge_requests_total\{.*length.*\} (\d+)", metrics, re.M)[0]) == 6
 
 
 def test_an_unknown_choice_is_refused() -> None:

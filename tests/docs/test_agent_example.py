@@ -14,7 +14,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
+
+from forge import AsyncLLM
+from forge.server.app import create_app
+from forge.server.http_server import create_listener
+from tests.server.local_server import serve_app
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "agent.py"
 
@@ -127,6 +132,25 @@ def test_the_agent_runs_tools_until_the_model_answers_in_one_session(tmp_path: P
     assert model.deleted == [f"/v1/sessions/{session_id}"]
     assert "expected_pause_s" not in model.bodies[0]
     assert all(body["expected_pause_s"] >= 0 for body in model.bodies[1:])
+
+
+def test_the_agent_runs_on_forge_to_its_limit_and_leaves_no_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The embedded model calls tools with random arguments, in the form that the grammar allows."""
+    llm = AsyncLLM("hash")
+    with (
+        create_listener("127.0.0.1", 0, None) as socket_,
+        serve_app(llm, create_app(llm), socket_) as (url, http),
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        example = agent.Agent(client, "hash", tmp_path, "required")
+        assert example.run("Hello", 3) == "no answer after 3 turns"
+        printed = capsys.readouterr().out.splitlines()
+        assert len(printed) == 3 and all(" -> " in line for line in printed)
+        assert http.delete(f"/v1/sessions/{example.session_id}").status_code == 404
+        with pytest.raises(BadRequestError, match="session_id"):
+            client.completions.create(model="hash", prompt="a", extra_body={"session_id": ""})
 
 
 def test_two_agents_have_two_sessions(tmp_path: Path) -> None:
