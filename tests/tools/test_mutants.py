@@ -1,10 +1,12 @@
-"""tests/tools/mutants.py: which mutants its arguments choose."""
+"""tests/tools/mutants.py: which mutants its arguments choose, and that sources and tests exist."""
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 
-from tests.tools.mutants import Mutant, choose_mutants, main
+from tests.tools.mutants import ROOT, Mutant, choose_mutants, main, read_mutants
 
 MUTANTS = [Mutant(name, "", "", "", "") for name in ("leak a block", "leak a slot", "tie breaks")]
 
@@ -39,3 +41,31 @@ def test_a_word_of_no_name_runs_no_test(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["salt not hased"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "Close to it: salt not hashed" in printed.err
+
+
+@pytest.mark.parametrize("path", ["mutants.toml", "mutants_hf.toml"])
+def test_the_source_of_each_mutant_occurs_once(path: str) -> None:
+    counts = {m.name: (ROOT / m.path).read_text("utf-8").count(m.old) for m in read_mutants(path)}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
+@pytest.mark.parametrize("path", ["mutants.toml", "mutants_hf.toml"])
+def test_the_test_of_each_mutant_exists(path: str) -> None:
+    missing = []
+    for mutant in read_mutants(path):
+        file, _, test = mutant.test.partition("::")
+        name = test.partition("[")[0]
+        if not (ROOT / file).is_file() or f"def {name}(" not in (ROOT / file).read_text("utf-8"):
+            missing.append(mutant.test)
+    assert missing == []
+
+
+def test_the_lines_of_each_equivalent_change_exist() -> None:
+    tables = tomllib.loads((ROOT / "tests/tools/mutate.toml").read_text("utf-8"))
+    missing = []
+    for entry in tables["equivalent"]:
+        source = (ROOT / entry["path"]).read_text("utf-8")
+        lines = "\n".join(line.strip() for line in source.splitlines())
+        if f"\n{entry['old']}\n" not in lines:
+            missing.append(entry["old"])
+    assert missing == []
