@@ -626,3 +626,80 @@ def test_a_block_has_a_hash_and_a_count_of_the_tables_that_hold_it() -> None:
     pool.publish(first, b"h")
     pool.open(1, 2, [first])
     assert (pool.ref_count(first), pool.hash_of(first), pool.num_published_blocks) == (2, b"h", 1)
+
+
+# Protected and demoted blocks.
+
+
+def create_cached(*hashes: BlockHash) -> BlockPool:
+    """Return a pool whose blocks 0, 1, ... are cached under these hashes, the last one oldest."""
+    pool = create_pool({1: 4 * len(hashes)}, blocks=len(hashes))
+    publish(pool, 1, *hashes)
+    pool.release(1)
+    return pool
+
+
+def eviction_order(pool: BlockPool) -> list[int]:
+    """Check the pool, allocate all free blocks, and return them in their order."""
+    check_block_pool(pool)
+    blocks = pool.allocate(pool.num_free_blocks)
+    assert blocks is not None
+    return blocks
+
+
+def test_a_protected_block_is_evicted_after_all_others() -> None:
+    pool = create_cached(A, X, XY)
+    pool.protect([XY])
+    assert eviction_order(pool) == [1, 0, 2]
+
+
+def test_blocks_that_are_protected_again_count_as_just_used_the_last_one_oldest() -> None:
+    pool = create_cached(A, AB, X)
+    pool.protect([A, AB])
+    pool.protect([X])
+    pool.protect([A, AB])
+    assert eviction_order(pool) == [2, 1, 0]
+
+
+def test_a_protected_block_can_be_shared_and_is_protected_when_freed() -> None:
+    pool = create_cached(A, X)
+    pool.protect([A])
+    pool.open(2, 4, shared=[0])
+    check_block_pool(pool)
+    pool.release(2)
+    assert pool.num_disposable_blocks == 1
+    assert eviction_order(pool) == [1, 0]
+
+
+def test_a_block_that_is_unprotected_while_used_is_as_others_when_freed() -> None:
+    pool = create_pool({1: 4, 2: 4}, blocks=2)
+    publish(pool, 1, A)
+    publish(pool, 2, X)
+    pool.protect([A, X])
+    pool.unprotect([A])
+    pool.release(2)
+    pool.release(1)
+    assert eviction_order(pool) == [0, 1]
+
+
+def test_an_unprotected_block_counts_as_just_used() -> None:
+    pool = create_cached(A, X)
+    pool.protect([X])
+    pool.unprotect([X])
+    assert pool.num_disposable_blocks == 2
+    assert eviction_order(pool) == [0, 1]
+
+
+def test_demoted_blocks_are_evicted_before_older_ones_the_last_hash_first() -> None:
+    pool = create_cached(A, AB, X)
+    pool.unprotect([A, AB], demote=True)
+    assert eviction_order(pool) == [1, 0, 2]
+
+
+def test_a_used_block_is_protected_and_unprotected_in_its_table() -> None:
+    pool = create_pool({1: 8}, blocks=2)
+    publish(pool, 1, A, AB)
+    pool.protect([A, AB])
+    pool.unprotect([AB], demote=True)
+    check_block_pool(pool)
+    assert pool.num_free_blocks == 0
