@@ -83,12 +83,26 @@ def test_a_request_without_a_session_waits_for_none() -> None:
 
 def test_blocks_that_sessions_share_count_once() -> None:
     """Three sessions of seven blocks, six of them the same, fit in twelve blocks."""
-    s = pressed("working-set", 12)
+    s = pressed("working-set", 12, max_num_seqs=2)
     system = list(range(24))
     finish(s, *(turn(n, [*system, 50 + n, 60 + n], name) for n, name in enumerate("abc")))
     s.add(turn(3, [*system, 52, 62, 7, 7, 1], "c"))
     s.add(turn(4, [*system, 50, 60, 7, 7, 1], "a"))
-    assert admitted(s) == [4, 3], "both are in the working set, so the older goes first"
+    step(s)
+    assert s.new_request_ids == [4, 3], "both are in the working set, and the older goes first"
+
+
+def test_newer_sessions_do_not_pass_one_that_does_not_fit() -> None:
+    """While a runs there is room for d and not for c, and d does not take it."""
+    s = pressed("working-set", 20, max_num_seqs=2)
+    finish(s, turn(0, range(32), "a"))
+    s.add(turn(1, [*range(32), 1], "a", max_tokens=9))
+    step(s)
+    s.add(turn(2, range(200, 240), "c"))
+    s.add(turn(3, range(300, 304), "d"))
+    step(s)
+    assert s.new_request_ids == []
+    assert admitted(s) == [2, 3]
 
 
 def test_a_tenant_s_paused_sessions_take_no_more_than_its_share() -> None:
@@ -112,6 +126,15 @@ def test_the_newest_session_outside_the_working_set_is_evicted_first() -> None:
     finish(s, turn(3, [*range(20), 7, 7, *range(50, 74)], "a"))
     lengths = [cached(s, range(n, n + 20)) for n in (0, 100, 200)]
     assert lengths[0] == 5 and lengths[1] == 5 and lengths[2] < 5
+
+
+def test_of_two_sessions_outside_the_working_set_the_newer_is_evicted() -> None:
+    """Twenty-two blocks: a and b are inside, c and d outside, and one block is needed."""
+    s = pressed("working-set", 22)
+    for n, (name, length) in enumerate((("a", 24), ("b", 24), ("c", 20), ("d", 16))):
+        finish(s, turn(n, range(100 * n, 100 * n + length), name))
+    finish(s, request(9, range(900, 908), max_tokens=1))
+    assert [len(session.chain) for session in s.sessions.values()] == [6, 6, 5, 3]
 
 
 # The others.
@@ -156,6 +179,19 @@ def test_attained_service_preempts_the_session_served_most_for_one_served_little
     assert s.num_preemptions == 1
 
 
+@pytest.mark.parametrize(("slots", "priority"), [(2, 0), (1, 1)])
+def test_attained_service_preempts_for_no_free_slot_and_no_less_urgent_class(
+    slots: int, priority: int
+) -> None:
+    s = pressed("attained-service", 60, max_num_seqs=slots)
+    s.policy.admit.__globals__["FIRST_LEVEL_TOKENS"] = 4
+    s.add(turn(1, range(41), "long", max_tokens=20))
+    step(s)
+    s.add(request(2, range(9), priority=priority, max_tokens=1))
+    plan, _ = step(s)
+    assert not plan.preempted
+
+
 def test_fair_queueing_admits_the_tenant_that_was_served_least() -> None:
     s = pressed("fair-queueing", 60)
     for n in range(3):
@@ -163,6 +199,19 @@ def test_fair_queueing_admits_the_tenant_that_was_served_least() -> None:
     s.add(turn(3, range(40, 48), "", tenant="calm"))
     s.add(turn(4, range(50, 58), "", tenant="calm"))
     assert admitted(s) == [0, 3, 4, 1, 2]
+
+
+def test_fair_queueing_counts_the_output_of_a_sequence_that_runs() -> None:
+    """Busy has a prompt of 4 and twenty tokens of output so far: 44. Calm has 8 and one: 10."""
+    s = pressed("fair-queueing", 60, max_num_seqs=2)
+    s.add(turn(0, range(4), "", tenant="busy", max_tokens=80, ignore_eos=True))
+    s.add(turn(1, range(40, 48), "", tenant="calm", max_tokens=1))
+    for _ in range(20):
+        step(s)
+    s.add(turn(2, range(60, 64), "", tenant="busy"))
+    s.add(turn(3, range(80, 84), "", tenant="calm"))
+    step(s)
+    assert s.new_request_ids == [3]
 
 
 def test_fair_queueing_saves_up_no_service_for_a_tenant_that_was_away() -> None:

@@ -16,6 +16,7 @@ from forge.policy import (
     PolicyContext,
     PolicyEvent,
     PolicyEventKind,
+    Split,
 )
 from forge.request import FinishReason, Request, SamplingParams
 from forge.scheduler import MAX_PREEMPTIONS, Scheduler
@@ -93,6 +94,54 @@ def test_a_session_that_went_on_has_not_paused() -> None:
     finish(s, turn(0, range(6)))
     s.add(turn(1, range(9)))
     assert s.take_paused_sessions() == []
+
+
+def test_a_session_that_has_closed_since_has_not_paused() -> None:
+    """Another one with its name has."""
+    s = scheduler()
+    finish(s, turn(0, range(6)))
+    s.end_session(("", "a"))
+    finish(s, turn(1, range(6)))
+    assert s.take_paused_sessions() == [s.sessions["", "a"]]
+
+
+def test_a_turn_of_two_choices_ends_with_the_last_one() -> None:
+    s = scheduler()
+    finish(s, turn(0, range(6), n=2))
+    session = s.sessions["", "a"]
+    assert (session.num_turns, session.num_live) == (1, 0)
+    assert session.num_served_tokens == 7 + 2  # a fork computes the last position of the prompt
+
+
+def test_the_length_of_a_session_is_that_of_its_longest_turn() -> None:
+    s = scheduler()
+    finish(s, turn(0, range(20)), turn(1, range(30, 36)))
+    assert s.sessions["", "a"].num_tokens == 22
+
+
+def test_a_turn_that_is_aborted_before_it_runs_leaves_no_chain() -> None:
+    s = scheduler()
+    s.add(turn(0, range(12)))
+    s.abort(0)
+    assert s.sessions["", "a"].is_paused and s.sessions["", "a"].chain == []
+    audit(s)
+
+
+def test_the_service_of_a_session_includes_what_was_computed_again() -> None:
+    """A prompt of five and a decode; then all six again, since no block is full, and two more."""
+
+    def displace(
+        running: Sequence[Candidate], waiting: Sequence[Candidate], context: PolicyContext
+    ) -> Candidate | None:
+        return running[0] if running[0].num_output == 2 and waiting[0].id == 1 else None
+
+    s = scheduler(max_num_seqs=1, block_size=16, policy=FCFS._replace(displace=displace))
+    s.add(turn(0, range(5), max_tokens=4, ignore_eos=True))
+    step(s)
+    s.add(request(1, [9], priority=-1, max_tokens=1))
+    finish(s)
+    assert s.num_preemptions == 1
+    assert s.sessions["", "a"].num_served_tokens == (5 + 1) + (5 + 3)
 
 
 def test_sessions_of_two_tenants_never_meet() -> None:
@@ -216,6 +265,16 @@ def test_a_turn_that_diverges_demotes_the_old_branch() -> None:
     audit(s)
 
 
+def test_a_branch_that_was_cut_is_evicted_before_older_blocks() -> None:
+    """Ten blocks: four are empty, two of the old branch are demoted, and one more is needed."""
+    s = scheduler(blocks=10)
+    finish(s, request(0, range(50, 58), max_tokens=1))
+    finish(s, turn(1, range(12)))
+    finish(s, turn(2, [*range(4), *range(70, 76)]))
+    finish(s, request(3, range(90, 110), max_tokens=1))
+    assert [cached(s, range(50, 58)), cached(s, range(12))] == [2, 2]
+
+
 def test_a_turn_alongside_another_one_demotes_nothing() -> None:
     s = scheduler()
     finish(s, turn(0, range(12)))
@@ -223,6 +282,16 @@ def test_a_turn_alongside_another_one_demotes_nothing() -> None:
     s.add(turn(2, [*range(4), 70, 71]))
     step(s)
     assert len(s.sessions["", "a"].chain) == 3
+    audit(s)
+
+
+def test_a_longer_branch_replaces_the_chain() -> None:
+    """Two turns run together: one leaves three blocks, the other four, of which one is the same."""
+    s = scheduler()
+    finish(s, turn(0, range(12)), turn(1, [*range(4), *range(70, 83)], max_tokens=3))
+    session = s.sessions["", "a"]
+    assert len(session.chain) == len(s.pool.lookup(session.chain)) == 4
+    assert s.pool.num_disposable_blocks == s.pool.num_free_blocks - 4
     audit(s)
 
 
@@ -282,6 +351,7 @@ def test_chains_forget_blocks_that_were_evicted() -> None:
     s = scheduler(blocks=4)
     for number in range(100):
         finish(s, turn(number, range(9 * number, 9 * number + 8), str(number)))
+        assert len(s.sessions["", str(number)].chain) == 2, "its own blocks are cached"
     assert len(s.sessions) == 100
     assert sum(len(session.chain) for session in s.sessions.values()) <= 4 * 4
 
@@ -305,6 +375,22 @@ def test_a_request_with_the_same_beginning_alone_is_not_recognised() -> None:
     finish(s, request(5, range(12), max_tokens=2))
     finish(s, request(6, [*range(8), 50, 51, 52, 53, 54], max_tokens=2))
     assert not s.sessions
+
+
+def test_a_recognised_session_begins_with_the_blocks_of_its_first_request() -> None:
+    s = scheduler()
+    finish(s, request(5, range(8), max_tokens=2))
+    s.add(request(6, [*range(8), 7, 7, 1, 2, 3], max_tokens=2))
+    assert len(s.sessions["", 5].chain) == 2
+    assert s.pool.num_disposable_blocks == s.pool.num_free_blocks - 2
+    audit(s)
+
+
+def test_of_two_requests_that_a_prompt_continues_the_longer_is_its_session() -> None:
+    s = scheduler()
+    finish(s, request(5, range(8), max_tokens=2), request(7, range(12), max_tokens=2))
+    finish(s, request(8, range(17), max_tokens=2))
+    assert list(s.sessions) == [("", 7)]
 
 
 def test_another_tenant_s_request_is_not_recognised() -> None:
@@ -371,7 +457,7 @@ def test_a_policy_may_let_all_wait_for_a_paused_session() -> None:
     assert states == [True, True, False, True]
     audit(s)
     s.add(turn(2, range(9)))
-    assert [row.seq_id for row in next_plan(s).rows] == [1, 2]
+    assert s.can_plan and [row.seq_id for row in next_plan(s).rows] == [1, 2]
 
 
 @pytest.mark.parametrize("is_end", [True, False])
@@ -392,6 +478,26 @@ def test_an_abort_ends_the_wait() -> None:
     assert s.schedule() is None
     (delta,) = s.abort(1)
     assert delta.finish is FinishReason.ABORT and s.can_plan
+
+
+def test_another_policy_or_number_of_blocks_ends_the_wait() -> None:
+    s = scheduler(policy=PATIENT)
+    finish(s, turn(0, range(6)))
+    s.add(turn(1, range(50, 56), "b"))
+    assert s.schedule() is None
+    s.resize(32)
+    assert s.can_plan and s.schedule() is None
+    s.policy = FCFS
+    assert s.can_plan and [row.seq_id for row in next_plan(s).rows] == [1]
+
+
+def test_a_running_sequence_waits_for_no_paused_session() -> None:
+    s = scheduler()
+    finish(s, turn(0, range(6)))
+    s.policy = FCFS._replace(split=lambda budget, decodes, filling, context: Split(0, (0,)))
+    s.add(turn(1, range(50, 56), "b"))
+    with pytest.raises(PolicyError, match="0 requests wait, 1 run"):
+        s.schedule()
 
 
 def test_without_a_paused_session_a_policy_must_admit() -> None:
@@ -415,6 +521,7 @@ def test_a_policy_chooses_the_session_that_is_evicted() -> None:
     finish(s, request(9, range(900, 908), max_tokens=1))
     assert [cached(s, range(n, n + 12)) for n in (0, 100, 200)] == [3, 3, 2]
     assert offers == [["a", "b", "c"]]
+    assert [len(session.chain) for session in s.sessions.values()] == [3, 3, 2]
 
 
 def test_the_session_of_a_running_request_is_not_offered_for_eviction() -> None:
@@ -432,6 +539,21 @@ def test_the_session_of_a_running_request_is_not_offered_for_eviction() -> None:
         step(s)
         audit(s)
     assert offers and all(offer == ["b"] for offer in offers)
+
+
+def test_the_session_of_the_request_to_be_admitted_is_not_offered_for_eviction() -> None:
+    """Eight blocks: the turn starts on two, and needs the other six, two of them of session b."""
+    offers: list[list[str]] = []
+
+    def first(sessions: Sequence[Session], context: PolicyContext) -> Session:
+        offers.append([str(each.key[1]) for each in sessions])
+        return sessions[0]
+
+    s = scheduler(blocks=8, policy=FCFS._replace(evict=first))
+    finish(s, turn(0, range(8), "a"))
+    finish(s, turn(1, range(50, 58), "b"))
+    finish(s, turn(2, [*range(8), *range(70, 92)], "a"))
+    assert offers == [["b"]]
 
 
 def test_evicting_a_session_that_is_not_on_offer_is_an_error() -> None:
@@ -484,6 +606,14 @@ def test_overtaken_sequences_are_counted() -> None:
         s.add(request(number, [number + 1], max_tokens=1))
     finish(s)
     assert counts == [[0, 0, 0], [1, 1], [2]]
+
+
+def test_sequences_later_in_the_queue_are_not_overtaken() -> None:
+    s = scheduler(max_num_seqs=1, policy=FCFS._replace(admit=lambda waiting, context: waiting[1]))
+    for number in range(3):
+        s.add(request(number, [number + 1], max_tokens=1))
+    step(s)
+    assert {x.id: x.num_overtaken for x in s.waiting} == {0: 1, 2: 0}
 
 
 def test_a_policy_learns_from_events_and_keeps_no_other_memory() -> None:

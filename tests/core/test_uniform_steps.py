@@ -6,9 +6,11 @@ from collections import deque
 
 import pytest
 
+from forge.policy import FCFS
+from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
-from tests.core.builders import EOS, create_output, next_plan, request, scheduler, snapshot
+from tests.core.builders import EOS, create_output, next_plan, request, scheduler, snapshot, step
 
 TOKEN = 7
 
@@ -75,6 +77,29 @@ def test_uniform_steps_end_when_the_pool_has_no_block_left() -> None:
         plan = next_plan(s)
         assert not plan.preempted
         s.commit(plan, create_output(plan, TOKEN))
+
+
+def test_uniform_steps_end_where_a_policy_chooses_what_is_evicted() -> None:
+    """Eight blocks, of which a paused session has four: without a choice they are evicted too."""
+    steps = []
+    for policy in (FCFS, FCFS._replace(evict=lambda sessions, context: sessions[-1])):
+        s = scheduler(blocks=8, policy=policy)
+        s.add(Request(9, tuple(range(50, 66)), SamplingParams(max_tokens=1), session_id="a"))
+        step(s)
+        assert s.pool.num_disposable_blocks == 4
+        start(s, 28)
+        steps.append(s.num_uniform_steps(TOKEN))
+    assert steps[0] == 26 and 4 * 4 - 5 >= steps[1] > 0
+
+
+def test_a_waiting_sequence_that_may_displace_another_leaves_no_uniform_step() -> None:
+    steps = []
+    for policy in (FCFS, FCFS._replace(displace=lambda running, waiting, context: None)):
+        s = scheduler(max_num_seqs=1, policy=policy)
+        start(s, 20)
+        s.add(request(9, range(50, 53)))
+        steps.append(s.num_uniform_steps(TOKEN))
+    assert steps == [18, 0]
 
 
 @pytest.mark.parametrize("caching", [True, False])
