@@ -128,6 +128,10 @@ class BlockPool:
         """Blocks that `allocate` returns before a protected one: empty and other cached blocks."""
         return len(self._empty_blocks) + len(self._cached_blocks)
 
+    def count_disposable(self, blocks: Iterable[int]) -> int:
+        """Return how many of these published blocks are counted in `num_disposable_blocks`."""
+        return sum(block in self._cached_blocks for block in blocks)
+
     @property
     def num_published_blocks(self) -> int:
         """Blocks that `lookup` can find, used or cached."""
@@ -373,18 +377,18 @@ class BlockPool:
                 self._protected_blocks[block] = None
                 self._protected_blocks.move_to_end(block)
 
-    def unprotect(self, hashes: Iterable[BlockHash], *, demote: bool = False) -> None:
-        """Evict blocks of these hashes as others again.
+    def unprotect(self, hashes: Sequence[BlockHash], *, demote: bool = False) -> None:
+        """Evict blocks of these hashes as others again, the last one first.
 
-        demote   the cached ones are evicted before all others, the last hash first; otherwise they
-                 count as just used
+        demote   the cached ones are evicted before all others; otherwise they count as just used
         """
-        for block_hash in hashes:
-            self._protected_hashes.discard(block_hash)
-            block = self._block_by_hash.get(block_hash, NO_BLOCK)
+        self._protected_hashes.difference_update(hashes)
+        blocks = [self._block_by_hash.get(block_hash, NO_BLOCK) for block_hash in hashes]
+        for block in reversed(blocks):
             if self._protected_blocks.pop(block, block) is None:
                 self._cached_blocks[block] = None
-            if demote and block in self._cached_blocks:
+        for block in blocks if demote else ():
+            if block in self._cached_blocks:
                 self._cached_blocks.move_to_end(block, last=False)
 
     def reset_cache(self) -> None:

@@ -123,7 +123,8 @@ class EngineConfig:
     cache_namespace          model, dtype and layout: hashed into every cached block's key
     speculation              how tokens are proposed ahead of the model; None: they are not
     session_ttl_s            seconds of a pause after which a session expires
-    max_sessions             most open sessions of one tenant; beyond it the longest-paused one ends
+    max_sessions             most open sessions of one tenant; beyond it the longest-paused one
+                             closes. 0: there are no sessions
     """
 
     num_blocks: int = 1024
@@ -151,10 +152,10 @@ class EngineConfig:
             raise InvalidConfig("depth", f"{self.depth!r} is not supported", "Give 1 or 2")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise InvalidConfig("seed", f"{self.seed!r} is not a 64-bit integer", "Give an integer")
-        if type(self.max_sessions) is not int or not 1 <= self.max_sessions <= MAX_SESSIONS:
+        if type(self.max_sessions) is not int or not 0 <= self.max_sessions <= MAX_SESSIONS:
             raise InvalidConfig(
                 "max_sessions",
-                f"{self.max_sessions!r} is not an integer from 1 to {MAX_SESSIONS}",
+                f"{self.max_sessions!r} is not an integer from 0 to {MAX_SESSIONS}",
                 "Give 1024, say",
             )
         ttl_s = self.session_ttl_s

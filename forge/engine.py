@@ -116,8 +116,8 @@ class Recorder(Protocol):
         """Record that a client ended a session."""
         ...
 
-    def record_expire_session(self, key: SessionKey, num_turns: int) -> None:
-        """Record that a timer closed a session after `num_turns` turns."""
+    def record_expire_session(self, key: SessionKey, last_turn: int) -> None:
+        """Record that a timer closed a session after the turn of that number."""
         ...
 
     def record_plan(self, plan: StepPlan | None) -> None:
@@ -264,14 +264,14 @@ class Engine:
             self._recorder.record_end_session(key)
         return was_open
 
-    def expire_session(self, key: SessionKey, num_turns: int) -> bool:
-        """Close a session that is paused after exactly `num_turns` turns. Return whether it was.
+    def expire_session(self, key: SessionKey, last_turn: int) -> bool:
+        """Close a session that is paused since its turn `last_turn`. Return whether it was.
 
         Timers call it `config.session_ttl_s` after the session paused.
         """
-        has_expired = self.scheduler.expire_session(key, num_turns)
+        has_expired = self.scheduler.expire_session(key, last_turn)
         if has_expired and self._recorder is not None:
-            self._recorder.record_expire_session(key, num_turns)
+            self._recorder.record_expire_session(key, last_turn)
         return has_expired
 
     def reset_prefix_cache(self) -> None:

@@ -302,7 +302,7 @@ class EngineLoop:
         if self._timers.next_deadline_s is None:
             return
         for timer in self._timers.pop_due(time.monotonic()):
-            self._engine.expire_session(timer.key, timer.num_turns)
+            self._engine.expire_session(timer.key, timer.last_turn)
 
     def _execute_commands(self) -> _CommandResults:
         """Execute the commands posted so far, and return their results."""

@@ -501,7 +501,7 @@ class LLM:
         """Close the session that all requests wait for: its next turn cannot come meanwhile."""
         paused = [each for each in self.engine.scheduler.sessions.values() if each.is_paused]
         longest = min(paused, key=lambda session: session.paused_at)
-        self.engine.expire_session(longest.key, longest.num_turns)
+        self.engine.expire_session(longest.key, longest.last_turn)
 
     def _abort(self, request_id: int) -> None:
         self.engine.abort(request_id)

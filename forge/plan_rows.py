@@ -139,12 +139,13 @@ def propose_drafts(
 
     budget   tokens of the step that drafts may take
 
-    Length and free blocks limit the drafts too: no sequence is preempted for a draft. Blocks for
+    Length and free blocks limit the drafts too: no sequence is preempted for a draft, and no
+    protected block is evicted. Blocks for
     them are allocated here, and the commit frees those of rejected ones. Without drafts the masks
     are not used: `write_decodes` reads the mask of the matcher.
     """
     table, matcher, num_known = sequence.table, sequence.matcher, len(sequence.tokens)
-    room = table.capacity + pool.num_free_blocks * pool.block_size - num_known
+    room = table.capacity + pool.num_disposable_blocks * pool.block_size - num_known
     max_drafts = min(sequence.num_drafts, budget, sequence.max_len - num_known - 1, room)
     drafts = drafter.propose(sequence, max_drafts) if max_drafts > 0 else ()
     masks: tuple[bytes, ...] = ()

@@ -94,6 +94,7 @@ class PolicyContext(NamedTuple):
     num_cached_tokens   of a waiting sequence: tokens in blocks that it could start on now. The time
                         grows with its length
     num_own_blocks      of an open session: blocks of its chain that no other session's chain has
+    num_session_blocks  blocks in the chains of all open sessions, each counted once
     """
 
     work: int
@@ -106,6 +107,7 @@ class PolicyContext(NamedTuple):
     state: Hashable
     num_cached_tokens: Callable[[Candidate], int]
     num_own_blocks: Callable[[Session], int]
+    num_session_blocks: int
 
 
 class PolicyEventKind(Enum):

@@ -95,9 +95,9 @@ class RecordingWriter:
         """Write that a client ended the session."""
         self._write_line({"end_session": key})
 
-    def record_expire_session(self, key: SessionKey, num_turns: int) -> None:
-        """Write that the session expired after `num_turns` turns."""
-        self._write_line({"expire_session": [*key, num_turns]})
+    def record_expire_session(self, key: SessionKey, last_turn: int) -> None:
+        """Write that the session expired after the turn of that number."""
+        self._write_line({"expire_session": [*key, last_turn]})
 
     def record_plan(self, plan: StepPlan | None) -> None:
         """Write the plan's digest and time, or that there was no plan."""
@@ -191,6 +191,7 @@ def parse_config(entry: Entry) -> EngineConfig:
     """Return the configuration of a header. Raises InvalidConfig for one of another version."""
     values = dict(entry["config"])
     values["end_ids"] = tuple(values["end_ids"])
+    values.setdefault("max_sessions", 0)  # a recording from before there were sessions
     speculation = values.pop("speculation")
     if speculation is not None:
         speculation = dict(speculation)

@@ -245,14 +245,14 @@ class Scheduler:
         self._is_stalled = False
         return self._session_table.end(key)
 
-    def expire_session(self, key: SessionKey, num_turns: int) -> bool:
-        """Close a session that is paused and has had `num_turns` turns. Return whether it was.
+    def expire_session(self, key: SessionKey, last_turn: int) -> bool:
+        """Close a session that is paused since its turn `last_turn`. Return whether it was.
 
         Any other has gone on since a timer was set for it, and does not change. The blocks of the
         closed one are no longer protected.
         """
         self._is_stalled = False
-        return self._session_table.expire(key, num_turns)
+        return self._session_table.expire(key, last_turn)
 
     @property
     def num_paused_sessions(self) -> int:
@@ -361,7 +361,9 @@ class Scheduler:
         if self.policy.displace is None:
             return
         candidates = [s for s in self.running.values() if s.num_preemptions < MAX_PREEMPTIONS]
-        victim = self.policy_calls.displacement(candidates, self.waiting)
+        # Those that wait for a commit would not be admitted.
+        ready = [s for s in self.waiting[: self.config.max_num_seqs] if not self._must_wait(s)]
+        victim = self.policy_calls.displacement(candidates, ready)
         if victim is not None:
             victim.num_preemptions += 1
             self._preempt(victim, DISPLACED)
@@ -371,23 +373,25 @@ class Scheduler:
 
         admitted   session whose turn is about to start on its cached blocks
         """
-        pool = self.pool
-        if not self.policy_calls.chooses_evictions:
+        pool, table = self.pool, self._session_table
+        num_missing = min(num_blocks, pool.num_free_blocks) - pool.num_disposable_blocks
+        if num_missing <= 0 or not self.policy_calls.chooses_evictions:
             return
-        while pool.num_disposable_blocks < min(num_blocks, pool.num_free_blocks):
-            busy = {s.session.key for s in self.running.values() if s.session is not None}
-            candidates = [
-                session
-                for key, session in self.sessions.items()
-                if session.chain and key not in busy and session is not admitted
-            ]
-            if not candidates:
-                return
-            num_missing = num_blocks - pool.num_disposable_blocks
-            # At least 1 % of the pool, so that the policy is not called for every block.
-            self._session_table.demote_tail(
-                self.policy_calls.eviction(candidates), max(num_missing, pool.num_blocks // 100)
-            )
+        busy = {s.session.key for s in self.running.values() if s.session is not None}
+        candidates = [
+            session
+            for key, session in self.sessions.items()
+            if key not in busy and session is not admitted and table.num_own_blocks(session)
+        ]
+        # At least 1 % of the pool, so that the policy is not called for every block.
+        num_missing = max(num_missing, pool.num_blocks // 100)
+        while num_missing > 0 and candidates:
+            session = self.policy_calls.eviction(candidates)
+            num_demoted = min(num_missing, table.num_own_blocks(session))
+            table.demote_tail(session, num_demoted)
+            num_missing -= num_demoted
+            if not table.num_own_blocks(session):
+                candidates.remove(session)
 
     def _admit(self, copies: list[BlockCopy]) -> None:
         """Admit waiting sequences, as the policy chooses, while slots, blocks and budget allow.
@@ -450,6 +454,8 @@ class Scheduler:
         shared = self.prefix_cache.cached_blocks(sequence)
         if sequence.session is not None and not sequence.epoch:
             self._session_table.cut_branch(sequence.session, sequence.hashes[1:])
+        if shared and not sequence.epoch:
+            self._session_table.note_shared(sequence.session, sequence.hashes[1 : 1 + len(shared)])
         num_positions = self._num_positions(sequence, len(sequence.tokens))
         fork_len = sequence.bind.prompt_len - 1  # a fork computes only the last prompt position
         if parent is None:
@@ -460,7 +466,10 @@ class Scheduler:
         num_reserved = min(len(self.running), max(1, pool.num_blocks // 100))
         if num_needed + num_reserved > pool.num_free_blocks:
             return False
-        num_new = num_needed if parent else pool.num_blocks_for(num_positions) - len(shared)
+        num_new = num_needed
+        if parent is None:  # cached blocks that it starts on are not left for new ones
+            num_new = pool.num_blocks_for(num_positions) - len(shared)
+            num_new += pool.count_disposable(shared)
         self._make_room(num_new, sequence.session)
         if parent is None:
             why = "resumed" if sequence.epoch else "new"
@@ -502,6 +511,7 @@ class Scheduler:
             state,
             self._num_cached_tokens,
             self._session_table.num_own_blocks,
+            self._session_table.num_blocks,
         )
 
     def _notify_policy(
@@ -811,6 +821,7 @@ class Scheduler:
 
         A block that a running sequence has yet to fill is published when it is full.
         """
+        self._is_stalled = False
         self.pool.reset_cache()
         self.drafter.reset_prefix_cache()
 
@@ -831,7 +842,8 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
         """Remove the sequence from all queues and tables, and return a delta of its end alone."""
         request, session = sequence.request, sequence.session
-        chain = sequence.hashes[1 : 1 + sequence.num_committed // self.config.block_size]
+        num_tokens = sequence.num_committed
+        chain = sequence.hashes[1 : 1 + num_tokens // self.config.block_size]
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
@@ -840,7 +852,7 @@ class Scheduler:
         choices = self.requests[request.id]
         choices.remove(sequence)
         self._finished_events.append(Event(sequence.id, error or reason.value))
-        self._session_table.end_choice(request, session, chain, len(sequence.tokens))
+        self._session_table.end_choice(request, session, chain, num_tokens)
         self._notify_policy(PolicyEventKind.FINISHED, sequence, session)
         if session is not None:
             session.num_served_tokens += sequence.num_served

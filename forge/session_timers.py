@@ -3,7 +3,7 @@
 Owns the deadlines. Knows no clock and no engine: the caller passes the time in seconds, and ends
 what is due.
 
-    paused ──► start(session, now) ──► heap of (deadline, session, turns) ──► pop_due(now)
+    paused ──► start(session, now) ──► heap of (deadline, session, turn) ──► pop_due(now)
                                             │
                                             └── its session has gone on or closed: of no effect
 
@@ -30,7 +30,7 @@ class SessionTimer(NamedTuple):
     deadline_s: float
     order: int
     key: SessionKey
-    num_turns: int
+    last_turn: int
 
 
 class SessionTimers:
@@ -58,7 +58,7 @@ class SessionTimers:
         """Start a timer for each session that has just paused."""
         for session in paused:
             deadline_s = now_s + session.time_to_live_s(self._ttl_s)
-            timer = SessionTimer(deadline_s, next(self._order), session.key, session.num_turns)
+            timer = SessionTimer(deadline_s, next(self._order), session.key, session.last_turn)
             heapq.heappush(self._timers, timer)
         if len(self._timers) > max(MIN_PRUNE_LEN, 2 * len(self._sessions)):
             self._timers = [timer for timer in self._timers if self._has_effect(timer)]
@@ -73,4 +73,4 @@ class SessionTimers:
 
     def _has_effect(self, timer: SessionTimer) -> bool:
         session = self._sessions.get(timer.key)
-        return session is not None and session.is_paused and session.num_turns == timer.num_turns
+        return session is not None and session.is_paused and session.last_turn == timer.last_turn

@@ -41,7 +41,7 @@ PAUSE_MARGIN_S = 5.0
 """Seconds of grace beyond twice the expected pause."""
 
 MAX_CHAIN_RATIO = 4
-"""Hashes of all chains, as a multiple of the pool's blocks, from which evicted ones are dropped."""
+"""Most hashes in all chains together, as a multiple of the pool's blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,11 +50,13 @@ class Session:
 
     key                 tenant and name
     num_turns           requests so far, live ones included
+    last_turn           number of its latest request, counted over the requests of all sessions
     num_live            requests that have not ended
-    num_tokens          tokens of the longest ended turn, prompt and output
+    num_tokens          computed tokens of its longest ended turn, prompt and output
     num_served_tokens   positions computed for ended turns, recomputed ones included
     chain               hashes of the full blocks of the last ended turn. A block may have been
                         evicted since
+    num_foreign_blocks  first blocks of the chain that were cached before the session began
     paused_at           work of the scheduler when the last live request ended
     expected_pause_s    seconds until the next turn, as the client expects; None: not known
     has_ended           the client has ended it: it closes when no request of it is live
@@ -62,10 +64,12 @@ class Session:
 
     key: SessionKey
     num_turns: int = 0
+    last_turn: int = 0
     num_live: int = 0
     num_tokens: int = 0
     num_served_tokens: int = 0
     chain: list[BlockHash] = field(default_factory=list)
+    num_foreign_blocks: int = 0
     paused_at: int = 0
     expected_pause_s: float | None = None
     has_ended: bool = False
@@ -110,9 +114,11 @@ class SessionTable:
         self._on_close = on_close
         self._by_tenant: defaultdict[str, dict[SessionKey, Session]] = defaultdict(dict)
         self._num_chains: dict[BlockHash, int] = {}  # by hash: sessions whose chain has it
-        self._tips: OrderedDict[BlockHash, SessionKey] = OrderedDict()  # oldest first
+        self._tips: OrderedDict[tuple[str, BlockHash], SessionKey] = OrderedDict()  # oldest first
+        self._used_by_others: set[BlockHash] = set()
         self._num_hashes = 0
-        self._paused: list[Session] = []
+        self._num_requests = 0
+        self._paused: dict[SessionKey, Session] = {}
 
     @property
     def has_paused(self) -> bool:
@@ -121,8 +127,9 @@ class SessionTable:
 
     def take_paused(self) -> list[Session]:
         """Return the open sessions that have paused since the last call."""
-        paused, self._paused = self._paused, []
-        return [s for s in paused if s.is_paused and self.sessions.get(s.key) is s]
+        paused = [session for session in self._paused.values() if session.is_paused]
+        self._paused.clear()
+        return paused
 
     def begin_turn(self, request: Request, hashes: Sequence[BlockHash]) -> Session | None:
         """Count a new request, and return its session, or None where it belongs to none.
@@ -132,13 +139,17 @@ class SessionTable:
         A session opens where none has the name. None: the tenant has `max_sessions` sessions, all
         with live requests; or the request names none and continues none.
         """
+        if not self._max_sessions:
+            return None
         if request.session_id:
             session = self._open((request.tenant, request.session_id))
         else:
             session = self._recognise(request, hashes)
         if session is not None:
             self.num_paused -= session.is_paused
+            self._num_requests += 1
             session.num_turns += 1
+            session.last_turn = self._num_requests
             session.num_live += 1
             session.expected_pause_s = request.expected_pause_s
             session.has_ended = request.session_end
@@ -149,8 +160,21 @@ class SessionTable:
 
         hashes   of the full blocks of that turn
         """
-        if session.num_live == 1 and session.chain:
-            self._cut(session, num_common_blocks(session.chain, hashes), demote=True)
+        num_common = num_common_blocks(session.chain, hashes)
+        if session.num_live == 1 and num_common < len(session.chain):
+            self._cut(session, num_common, demote=True)
+            session.num_tokens = num_common * self._pool.block_size
+
+    def note_shared(self, session: Session | None, hashes: Sequence[BlockHash]) -> None:
+        """Note that a request starts on these cached blocks, one or more.
+
+        session   of the request. The end of a session demotes no block that others have used
+        """
+        if session is None:
+            if hashes[-1] in self._num_chains:
+                self._used_by_others.add(hashes[-1])
+        elif not session.chain:
+            session.num_foreign_blocks = len(hashes)
 
     def end_choice(
         self, request: Request, session: Session | None, hashes: list[BlockHash], num_tokens: int
@@ -158,10 +182,12 @@ class SessionTable:
         """Keep the chain of a choice that has ended.
 
         hashes       of its committed full blocks
-        num_tokens   tokens of the choice, prompt and output
+        num_tokens   computed tokens of the choice, prompt and output
         """
         if session is None:
-            if hashes:
+            # A chain that ends within the prompt would be that of every request with this prompt.
+            num_tokens = len(hashes) * self._pool.block_size
+            if self._max_sessions and num_tokens > len(request.prompt):
                 self._add_tip(hashes[-1], (request.tenant, request.id))
             return
         session.num_tokens = max(session.num_tokens, num_tokens)
@@ -172,7 +198,7 @@ class SessionTable:
             if isinstance(session.key[1], int):
                 self._add_tip(hashes[-1], session.key)
             if self._num_hashes > MAX_CHAIN_RATIO * self._pool.num_blocks:
-                self._drop_evicted()
+                self._limit_chains()
 
     def end_turn(self, session: Session, work: int) -> None:
         """Count a request of the session that has ended. The session pauses, or closes if due.
@@ -187,7 +213,7 @@ class SessionTable:
         if session.has_ended:
             self._close(session, demote=True)
         else:
-            self._paused.append(session)
+            self._paused[session.key] = session
 
     def end(self, key: SessionKey) -> bool:
         """End a session for its client, and return whether it was open.
@@ -203,14 +229,14 @@ class SessionTable:
             self._close(session, demote=True)
         return True
 
-    def expire(self, key: SessionKey, num_turns: int) -> bool:
-        """Close a session that is paused and has had exactly `num_turns` turns. Return whether.
+    def expire(self, key: SessionKey, last_turn: int) -> bool:
+        """Close a session that is paused since its turn `last_turn`. Return whether it was.
 
         Any other changes nothing: it has gone on since the timer was set. Its blocks are no longer
         protected, and count as just used.
         """
         session = self.sessions.get(key)
-        if session is None or not session.is_paused or session.num_turns != num_turns:
+        if session is None or not session.is_paused or session.last_turn != last_turn:
             return False
         self._close(session, demote=False)
         return True
@@ -222,6 +248,11 @@ class SessionTable:
         """
         self._cut(session, max(0, len(session.chain) - num_blocks), demote=True)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the chains of all open sessions, each counted once; some are evicted."""
+        return len(self._num_chains)
+
     def num_own_blocks(self, session: Session) -> int:
         """Return how many blocks of the chain, at its end, are in no other chain. O(log chain)."""
         # A block that another chain has comes with all blocks before it.
@@ -232,8 +263,8 @@ class SessionTable:
     def _recognise(self, request: Request, hashes: Sequence[BlockHash]) -> Session | None:
         """Return the session whose chain the prompt begins with, the longest one, or None."""
         for index in range(len(hashes) - 1, -1, -1):
-            key = self._tips.get(hashes[index])
-            if key is not None and key[0] == request.tenant:
+            key = self._tips.get((request.tenant, hashes[index]))
+            if key is not None:
                 is_new = key not in self.sessions
                 session = self._open(key)
                 if session is not None and is_new:
@@ -261,6 +292,7 @@ class SessionTable:
         tenant = session.key[0]
         self.num_paused -= 1
         del self.sessions[session.key], self._by_tenant[tenant][session.key]
+        self._paused.pop(session.key, None)
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
         self._cut(session, 0, demote=demote)
@@ -270,8 +302,11 @@ class SessionTable:
         """Cut the chain to `num_kept` blocks. Demote the others that no other chain has."""
         branch = session.chain[num_kept:]
         del session.chain[num_kept:]
+        used = (i for i, h in enumerate(branch, 1) if h in self._used_by_others)
+        num_used = max(0, session.num_foreign_blocks - num_kept, *used) if demote else 0
         self._count(branch, -1)
-        self._pool.unprotect((h for h in branch if h not in self._num_chains), demote=demote)
+        for part, is_demoted in ((branch[num_used:], demote), (branch[:num_used], False)):
+            self._pool.unprotect([h for h in part if h not in self._num_chains], demote=is_demoted)
 
     def _extend(self, session: Session, hashes: Sequence[BlockHash]) -> None:
         """Add blocks to the end of the chain, and protect the whole chain."""
@@ -279,13 +314,22 @@ class SessionTable:
         self._count(hashes, 1)
         self._pool.protect(session.chain)
 
-    def _drop_evicted(self) -> None:
-        """Cut each chain after its last block that can still be found."""
+    def _limit_chains(self) -> None:
+        """Cut each chain after its last block that is cached or used.
+
+        Where that is not enough, the longest-paused sessions close until half of the bound is left.
+        """
         for session in self.sessions.values():
             num_kept = len(session.chain)
             while num_kept and not self._pool.lookup(session.chain[num_kept - 1 : num_kept]):
                 num_kept -= 1
             self._cut(session, num_kept, demote=False)
+        max_hashes = MAX_CHAIN_RATIO * self._pool.num_blocks
+        if self._num_hashes > max_hashes:
+            paused = [session for session in self.sessions.values() if session.is_paused]
+            for session in sorted(paused, key=lambda s: s.paused_at):
+                if 2 * self._num_hashes > max_hashes:
+                    self._close(session, demote=False)
 
     def _count(self, hashes: Sequence[BlockHash], change: int) -> None:
         """Change by one, up or down, in how many chains these hashes are."""
@@ -296,9 +340,10 @@ class SessionTable:
                 self._num_chains[block_hash] = count
             else:
                 del self._num_chains[block_hash]
+                self._used_by_others.discard(block_hash)
 
     def _add_tip(self, tip: BlockHash, key: SessionKey) -> None:
-        self._tips[tip] = key
-        self._tips.move_to_end(tip)
+        self._tips[key[0], tip] = key
+        self._tips.move_to_end((key[0], tip))
         if len(self._tips) > MAX_TIPS:
             self._tips.popitem(last=False)

@@ -133,8 +133,8 @@ class _ReplayRun:
             tenant, name = entry["end_session"]
             self.scheduler.end_session((tenant, name))
         elif "expire_session" in entry:
-            tenant, name, num_turns = entry["expire_session"]
-            self.scheduler.expire_session((tenant, name), num_turns)
+            tenant, name, last_turn = entry["expire_session"]
+            self.scheduler.expire_session((tenant, name), last_turn)
         elif "reset" in entry:
             self.scheduler.reset_prefix_cache()
         elif "void" in entry:

@@ -35,7 +35,7 @@ class SessionExpiry(NamedTuple):
     """A paused session expires, unless it has had another turn by then."""
 
     key: SessionKey
-    num_turns: int
+    last_turn: int
 
 
 class ScheduledEvent(NamedTuple):
@@ -162,7 +162,7 @@ class World:
         ttl_s = self.engine.config.session_ttl_s
         for session in self.engine.scheduler.take_paused_sessions():
             at_ns = now_ns + round(NS_PER_S * session.time_to_live_s(ttl_s))
-            self._push_event(at_ns, EXPIRY, SessionExpiry(session.key, session.num_turns))
+            self._push_event(at_ns, EXPIRY, SessionExpiry(session.key, session.last_turn))
 
     def record_deltas(self, deltas: list[Delta], now_ns: int) -> None:
         """Record the deltas in the metrics, and queue the arrivals that follow an answer."""

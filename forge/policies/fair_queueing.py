@@ -35,14 +35,15 @@ def count_service(accounts: Accounts, event: PolicyEvent) -> Accounts:
     others = tuple(a for a in accounts if a.tenant != tenant)
     if kind is PolicyEventKind.ARRIVED:
         if not mine.num_live:
-            present = [a.service for a in others if a.num_live]
-            mine = mine._replace(service=max(mine.service, min(present, default=0.0)))
+            last = others[-1].service if others else 0.0  # the latest event was of that tenant
+            floor = min((a.service for a in others if a.num_live), default=last)
+            mine = mine._replace(service=max(mine.service, floor))
         mine = mine._replace(num_live=mine.num_live + 1)
-    elif kind is PolicyEventKind.ADMITTED:
+    elif kind is PolicyEventKind.ADMITTED and not candidate.num_served:  # preempted ones have paid
         mine = mine._replace(service=mine.service + candidate.num_pending)
     elif kind is PolicyEventKind.FINISHED:
         output = OUTPUT_WEIGHT * candidate.num_output
-        mine = mine._replace(service=mine.service + output, num_live=mine.num_live - 1)
+        mine = mine._replace(service=mine.service + output, num_live=max(0, mine.num_live - 1))
     return (*others, mine)
 
 

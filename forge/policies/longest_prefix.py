@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from forge.policy import FCFS, Candidate, PolicyContext, oldest_overtaken
 
-MAX_LOOKUPS = 64
+MAX_LOOKUPS = 8
 """Sequences of the queue that are compared."""
 
 MAX_OVERTAKEN = 64

@@ -74,52 +74,54 @@ def is_kept(session: Session, context: PolicyContext) -> bool:
     return context.work - session.paused_at <= ABANDONED_AFTER * pauses.mean
 
 
-def needed_tokens(
-    live: Collection[Candidate], context: PolicyContext
-) -> tuple[dict[SessionKey, float], int]:
-    """Return the tokens of its own that each kept session needs, oldest first, and those shared.
-
-    live   waiting and running sequences
-
-    The longest part that sessions share, such as a system prompt, counts once for all. The first
-    turn of a session is taken to begin with it.
-    """
+def live_tokens(live: Collection[Candidate]) -> dict[SessionKey, int]:
+    """Return the tokens of the longest of these sequences of each session."""
     lengths: dict[SessionKey, int] = {}
     for c in live:
         if c.session is not None:
             length = len(c.request.prompt) + c.num_output
             lengths[c.session.key] = max(length, lengths.get(c.session.key, 0))
-    kept = {key: s for key, s in context.sessions.items() if is_kept(s, context)}
-    size = context.block_size
-    shared = {key: size * (len(s.chain) - context.num_own_blocks(s)) for key, s in kept.items()}
-    most_shared = max(shared.values(), default=0)
-    needs = {}
-    for key, session in kept.items():
-        length = max(lengths.get(key, 0), session.num_tokens)
-        begin = shared[key] if session.chain else most_shared
-        needs[key] = GROWTH * max(size, length - begin)
-    return needs, most_shared
+    return lengths
 
 
-def working_set(live: Collection[Candidate], context: PolicyContext) -> set[SessionKey]:
-    """Return the sessions that fit in the cache together, the oldest first within each share."""
-    needs, shared = needed_tokens(live, context)
-    left = CACHE_SHARE * context.num_blocks * context.block_size - shared
-    share = left / max(1, len({tenant for tenant, _ in needs}))
+def working_set(live: Collection[Candidate], context: PolicyContext) -> Collection[SessionKey]:
+    """Return the kept sessions that fit in the cache together, the oldest of each tenant first.
+
+    live   waiting and running sequences
+
+    What the oldest session shares with others, such as a system prompt, counts once for all. The
+    first turn of a session is taken to begin with it.
+    """
+    size, sessions = context.block_size, context.sessions
+    left = CACHE_SHARE * context.num_blocks * size
+    lengths = live_tokens(live)
+    if GROWTH * (context.num_session_blocks * size + sum(lengths.values())) <= left:
+        return sessions.keys()
+    oldest = next((s for s in sessions.values() if s.chain), None)
+    common = 0 if oldest is None else size * (len(oldest.chain) - context.num_own_blocks(oldest))
+    left -= common
+    share = left / len({tenant for tenant, _ in sessions})
     used: Counter[str] = Counter()
     found: set[SessionKey] = set()
+
+    def need(session: Session) -> int:
+        num_shared = size * (len(session.chain) - context.num_own_blocks(session))
+        length = max(lengths.get(session.key, 0), session.num_tokens)
+        return round(GROWTH * max(size, length - (num_shared if session.chain else common)))
+
+    passed = [session for session in sessions.values() if is_kept(session, context)]
     for limit in (share, left):  # what the shares leave goes to the oldest
-        full = set[str]()
-        for key, need in needs.items():
-            tenant = key[0]
-            if key in found or tenant in full:
-                continue
-            if found and (need > left or used[tenant] + need > limit):
+        candidates, passed, full = passed, [], set[str]()
+        for session in candidates:
+            tenant = session.key[0]
+            num_tokens = 0 if tenant in full else need(session)
+            if tenant in full or (found and num_tokens > min(left, limit - used[tenant])):
                 full.add(tenant)  # its newer sessions do not pass this one
+                passed.append(session)
                 continue
-            found.add(key)
-            used[tenant] += round(need)
-            left -= need
+            found.add(session.key)
+            used[tenant] += num_tokens
+            left -= num_tokens
     return found
 
 

@@ -32,7 +32,7 @@ def _no_own_blocks(session: Session) -> int:
     return 0
 
 
-NO_CONTEXT = PolicyContext(0, 8, 4, 8, 4, (), {}, None, _no_cached_tokens, _no_own_blocks)
+NO_CONTEXT = PolicyContext(0, 8, 4, 8, 4, (), {}, None, _no_cached_tokens, _no_own_blocks, 0)
 """The context of a decision before anything runs: 8 free blocks of 4 tokens, no session."""
 
 VOCAB = 257

@@ -6,12 +6,12 @@ from forge.session_timers import MIN_PRUNE_LEN, SessionTimers
 from forge.sessions import Session, SessionKey
 
 
-def paused(name: str | int, num_turns: int = 1, pause_s: float | None = None) -> Session:
-    return Session(("", name), num_turns, expected_pause_s=pause_s)
+def paused(name: str | int, last_turn: int = 1, pause_s: float | None = None) -> Session:
+    return Session(("", name), last_turn=last_turn, expected_pause_s=pause_s)
 
 
 def due_keys(timers: SessionTimers, now_s: float) -> list[tuple[SessionKey, int]]:
-    return [(timer.key, timer.num_turns) for timer in timers.pop_due(now_s)]
+    return [(timer.key, timer.last_turn) for timer in timers.pop_due(now_s)]
 
 
 def test_timers_are_due_in_the_order_of_their_deadlines() -> None:
@@ -38,7 +38,7 @@ def test_timers_of_no_effect_do_not_add_up() -> None:
     timers = SessionTimers(sessions, 60.0)
     timers.start([other], 1000.0)
     for now_s in range(1000):
-        session.num_turns += 1
+        session.last_turn += 1
         timers.start([session], float(now_s))
         assert len(timers) <= MIN_PRUNE_LEN
     assert due_keys(timers, 1058.9)[-1][1] < 1000

@@ -80,12 +80,12 @@ def test_a_session_opens_pauses_and_goes_on() -> None:
     finish(s, turn(0, range(6)))
     session = s.sessions["", "a"]
     assert (session.num_turns, session.num_live, session.is_paused) == (1, 0, True)
-    assert (session.num_tokens, session.num_served_tokens, len(session.chain)) == (8, 7, 1)
+    assert (session.num_tokens, session.num_served_tokens, len(session.chain)) == (7, 7, 1)
     assert s.take_paused_sessions() == [session] and s.take_paused_sessions() == []
     s.add(turn(1, [*range(6), 7, 7, 1, 2], pause_s=3.0))
     assert not session.is_paused and session.expected_pause_s == 3.0
     finish(s)
-    assert (session.num_turns, session.num_tokens, len(session.chain)) == (2, 12, 2)
+    assert (session.num_turns, session.num_tokens, len(session.chain)) == (2, 11, 2)
     assert session.num_served_tokens == 7 + 7  # the first block was cached
 
 
@@ -116,7 +116,7 @@ def test_a_turn_of_two_choices_ends_with_the_last_one() -> None:
 def test_the_length_of_a_session_is_that_of_its_longest_turn() -> None:
     s = scheduler()
     finish(s, turn(0, range(20)), turn(1, range(30, 36)))
-    assert s.sessions["", "a"].num_tokens == 22
+    assert s.sessions["", "a"].num_tokens == 21
 
 
 def test_a_turn_that_is_aborted_before_it_runs_leaves_no_chain() -> None:
@@ -361,12 +361,12 @@ def test_chains_forget_blocks_that_were_evicted() -> None:
 
 def test_a_request_that_continues_another_one_is_recognised() -> None:
     s = scheduler()
-    finish(s, request(5, range(8), max_tokens=2))
+    finish(s, request(5, range(6), max_tokens=4))
     assert not s.sessions
-    finish(s, request(6, [*range(8), 7, 7, 1, 2, 3], max_tokens=2))
+    finish(s, request(6, [*range(6), 7, 7, 7, 7, 1, 2, 3], max_tokens=4))
     session = s.sessions["", 5]
-    assert (session.num_turns, len(session.chain)) == (2, 3)
-    finish(s, request(7, [*range(8), 7, 7, 1, 2, 3, 7, 7, 9, 9], max_tokens=2))
+    assert (session.num_turns, len(session.chain)) == (2, 4)
+    finish(s, request(7, [*range(6), 7, 7, 7, 7, 1, 2, 3, 7, 7, 7, 7, 9], max_tokens=2))
     assert list(s.sessions) == [("", 5)] and session.num_turns == 3
 
 
@@ -379,8 +379,8 @@ def test_a_request_with_the_same_beginning_alone_is_not_recognised() -> None:
 
 def test_a_recognised_session_begins_with_the_blocks_of_its_first_request() -> None:
     s = scheduler()
-    finish(s, request(5, range(8), max_tokens=2))
-    s.add(request(6, [*range(8), 7, 7, 1, 2, 3], max_tokens=2))
+    finish(s, request(5, range(6), max_tokens=4))
+    s.add(request(6, [*range(6), 7, 7, 7, 7, 1, 2, 3], max_tokens=2))
     assert len(s.sessions["", 5].chain) == 2
     assert s.pool.num_disposable_blocks == s.pool.num_free_blocks - 2
     audit(s)
@@ -388,26 +388,28 @@ def test_a_recognised_session_begins_with_the_blocks_of_its_first_request() -> N
 
 def test_of_two_requests_that_a_prompt_continues_the_longer_is_its_session() -> None:
     s = scheduler()
-    finish(s, request(5, range(8), max_tokens=2), request(7, range(12), max_tokens=2))
-    finish(s, request(8, range(17), max_tokens=2))
+    prompt = [0, 1, 2, 3, 4, 5, 7, 7, 7, 7]
+    finish(s, request(5, prompt[:6], max_tokens=3), request(7, prompt, max_tokens=4))
+    finish(s, request(8, [*prompt, 7, 7, 7, 7, 1], max_tokens=2))
     assert list(s.sessions) == [("", 7)]
 
 
 def test_another_tenant_s_request_is_not_recognised() -> None:
     s = scheduler()
-    finish(s, request(5, range(8), max_tokens=2))
-    finish(s, Request(6, tuple(range(13)), SamplingParams(max_tokens=1), tenant="other"))
+    finish(s, request(5, [0, 1, 2], max_tokens=3))
+    finish(s, Request(6, (0, 1, 2, 7, 7, 3), SamplingParams(max_tokens=1), tenant="other"))
     assert not s.sessions
 
 
 def test_only_the_latest_ended_requests_can_be_continued() -> None:
     s = scheduler(blocks=4)
-    finish(s, request(0, range(4), max_tokens=1))
-    for number in range(1, MAX_TIPS + 1):
-        finish(s, request(number, [number, 9, 9, 9], max_tokens=0))
-    finish(s, request(MAX_TIPS + 1, range(5), max_tokens=1))
+    for number in range(MAX_TIPS + 1):
+        s.add(request(number, [number % 250, number // 250, 9], max_tokens=2))
+        while s.has_work:
+            step(s)
+    finish(s, request(MAX_TIPS + 1, [0, 0, 9, 7, 7, 1], max_tokens=1))
     assert not s.sessions
-    finish(s, request(MAX_TIPS + 2, [MAX_TIPS, 9, 9, 9, 1], max_tokens=1))
+    finish(s, request(MAX_TIPS + 2, [MAX_TIPS % 250, MAX_TIPS // 250, 9, 7, 1], max_tokens=1))
     assert list(s.sessions) == [("", MAX_TIPS)]
 
 
@@ -434,6 +436,13 @@ def test_without_prefix_caching_no_request_is_recognised() -> None:
 def test_the_common_beginning_of_two_chains_is_found(first: str, second: str, common: int) -> None:
     chains = [[text[: n + 1].encode() for n in range(len(text))] for text in (first, second)]
     assert num_common_blocks(*chains) == common
+
+
+def test_with_a_bound_of_no_sessions_there_are_none() -> None:
+    s = scheduler(max_sessions=0)
+    finish(s, turn(0, range(6)), request(1, range(6), max_tokens=4))
+    finish(s, request(2, [*range(6), 7, 7, 7, 7, 1, 2, 3], max_tokens=4))
+    assert not s.sessions and s.pool.num_disposable_blocks == s.pool.num_free_blocks
 
 
 # What a policy may do with sessions.
