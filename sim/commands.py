@@ -6,6 +6,7 @@ belongs to a Scenario.
     forge sim --rate 20 --policy ageing --log run.jsonl --draw --plot run.png --trace run.json
     forge sim sweep --policies fcfs,ageing --rates 10,20 --plot sweep.png
     forge sim replay recording.jsonl
+    forge sim eviction trace.jsonl --blocks 1000,2000 --block-size 512
     forge sim calibrate MODEL --out calibration.json
 """
 
@@ -88,6 +89,18 @@ REPLAY_OPTIONS = (
     define_option("policy", str, None, "file of the policy, where it is not built in", "FILE.py"),
 )
 """Options of a replay."""
+
+TRACE_OPTION = next(each for each in RUN_OPTIONS if each.name == "workload")._replace(
+    metavar="TRACE"
+)
+POOL_OPTION = define_option("blocks", str, None, "sizes of the pool: 1000,2000", "N,N")
+EVICTION_OPTIONS = (
+    TRACE_OPTION,
+    POOL_OPTION,
+    *(each for each in RUN_OPTIONS if each.name != TRACE_OPTION.name),
+)
+"""Options of a comparison of eviction rules; those of a run decide the accesses."""
+
 
 # forge sim
 
@@ -245,6 +258,30 @@ def _parse_num_seeds(values: Mapping[str, Any]) -> int:
     return count
 
 
+# forge sim eviction
+
+
+def compare_eviction(args: argparse.Namespace, settings: Settings) -> int:
+    """Print the share of prompt tokens that each eviction rule finds, for each size of the pool."""
+    from forge.sim.eviction.study import compare_rules, describe_pool, format_share, read_accesses
+
+    sizes = parse_axis(POOL_OPTION.name, settings.values[POOL_OPTION.name])
+    if not sizes:
+        raise InvalidConfig(POOL_OPTION.name, "no size of the pool is given", "Give --blocks 1000")
+    scenario = create_scenario(settings.values, settings.explicit)
+    trace = read_accesses(scenario)
+    print(f"{describe_scenario(scenario)}; {len(trace.chains)} requests, the second half reported")
+    found = []
+    for num_blocks in sizes:
+        print(describe_pool(num_blocks, trace.block_size))
+        for share in compare_rules(trace, num_blocks):
+            found.append(share._asdict())
+            print(format_share(share), flush=True)  # a long trace takes minutes
+    record = {"title": describe_scenario(scenario), "header": scenario.header(), "shares": found}
+    _write_json(settings.values["json"], record)
+    return 0
+
+
 # forge sim replay
 
 
@@ -340,7 +377,8 @@ DRAW_HELP = "draw every step on the terminal"
 
 
 def _configure(parser: Parser, simulation: CommandFunction, options: Sequence[Option]) -> None:
-    add_flags(parser, [each for each in options if each not in (MODEL_OPTION, RECORDING_OPTION)])
+    positional = (MODEL_OPTION, RECORDING_OPTION, TRACE_OPTION)
+    add_flags(parser, [each for each in options if each not in positional])
     parser.set_defaults(
         run=run_command, simulate=simulation, options=options, sources={}, parser=parser
     )
@@ -365,6 +403,14 @@ def _add_sweep(parser: Parser) -> None:
     _configure(parser, sweep, (*AXIS_OPTIONS, SEEDS_OPTION, *RUN_OPTIONS, *outputs))
 
 
+def _add_eviction(parser: Parser) -> None:
+    """Compare rules for evicting cached blocks on the prompts of a workload."""
+    parser.add_argument(TRACE_OPTION.name, metavar="TRACE", help=TRACE_OPTION.help)
+    outputs = [each for each in OUTPUT_OPTIONS if each.name == "json"]
+    _configure(parser, compare_eviction, (*EVICTION_OPTIONS, *outputs))
+    parser.set_defaults(positional=TRACE_OPTION.name)
+
+
 def _add_replay(parser: Parser) -> None:
     """Replay a recorded run and find the first decision that differs."""
     parser.add_argument(
@@ -385,6 +431,7 @@ def _add_calibrate(parser: Parser) -> None:
 
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "sweep": _add_sweep,
+    "eviction": _add_eviction,
     "replay": _add_replay,
     "calibrate": _add_calibrate,
 }

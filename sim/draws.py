@@ -22,6 +22,8 @@ CLASS_DRAW, TENANT_DRAW = 48, 49
 
 TURNS_DRAW, SUBAGENTS_DRAW, ABANDON_DRAW = 50, 51, 52
 """Purposes of sessions."""
+ADMISSION_DRAW = 64
+"""Purpose of random admission to the prefix cache."""
 
 UNEVEN_DRAW, ORDER_DRAW, IDS_DRAW, HOLDOUT_DRAW, NOISE_DRAW, HOST_HOLDOUT_DRAW = range(81, 87)
 BLOCKS_DRAW, PAST_DRAW = 87, 88

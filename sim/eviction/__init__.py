@@ -1,0 +1,1 @@
+"""Rules for evicting cached blocks, measured on the accesses of a workload."""
