@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from forge.sim.optimal_eviction import belady_hits
+from forge.sim.eviction.study import belady_hits
 from forge.sim.scenario import Scenario, summary
 from forge.sim.world import World
 

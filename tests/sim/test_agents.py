@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import Any
 
@@ -19,7 +18,6 @@ from forge.errors import InvalidConfig
 from forge.request import Delta, Request
 from forge.sim.baselines import baselines, infinite_cache
 from forge.sim.clock import VirtualClockStep
-from forge.sim.optimal_eviction import belady_hits
 from forge.sim.scenario import Scenario, summary
 from forge.sim.session_metrics import SessionMetrics, jain_index
 from forge.sim.sweep import interval_95
@@ -394,38 +392,6 @@ def test_resumed_tokens_are_what_an_infinite_cache_finds() -> None:
     assert resumed["recomputed"] > 200
     assert sum(resumed.values()) == pytest.approx(infinite["shared_tokens"], rel=0.01)
     assert infinite["sessions"]["resumed_tokens"]["recomputed"] == 0
-
-
-def most_hits(accesses: Sequence[Sequence[int]], num_blocks: int) -> int:
-    """Return the most hits by trying every set of blocks to keep after each request."""
-
-    def search(index: int, cached: frozenset[int]) -> int:
-        if index == len(accesses):
-            return 0
-        chain = accesses[index]
-        hits = next((i for i, block in enumerate(chain) if block not in cached), len(chain))
-        found = sorted(cached | set(chain))
-        kept = combinations(found, min(num_blocks, len(found)))
-        return hits + max(search(index + 1, frozenset(each)) for each in kept)
-
-    return search(0, frozenset())
-
-
-def test_belady_has_as_many_hits_as_the_best_of_all_choices() -> None:
-    """Chains are paths of a random tree: a block has one parent."""
-    rng = Random(5)
-    for _ in range(60):
-        parent = {block: rng.choice([None, *range(block)]) for block in range(6)}
-        chains = []
-        for _ in range(5):
-            chain: list[int] = []
-            block: int | None = rng.randrange(6)
-            while block is not None:
-                chain.insert(0, block)
-                block = parent[block]
-            chains.append(chain)
-        num_blocks = rng.randint(1, 4)
-        assert belady_hits(chains, num_blocks) == most_hits(chains, num_blocks)
 
 
 def test_no_policy_finds_more_than_belady_in_its_order() -> None:
