@@ -11,9 +11,10 @@ import pytest
 from forge.invariants import audit
 from forge.llm import load_policy
 from forge.policies import policy_names
-from forge.policy import Candidate, oldest_overtaken
+from forge.policy import Candidate, PolicyContext, oldest_overtaken
 from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
+from forge.sessions import Session
 from tests.core.builders import (
     NO_CONTEXT,
     config,
@@ -329,3 +330,55 @@ def test_policies_for_sessions_are_first_come_first_served_without_them() -> Non
     for name in ("working-set", "session-fcfs"):
         line: Sequence[Candidate] = [create_candidate(3), create_candidate(5)]
         assert load_policy(name).admit(line, NO_CONTEXT) is line[0]
+
+
+# Pauses of the working set.
+
+
+def paused_session(name: str, paused_at: int) -> Session:
+    return Session(("", name), num_turns=1, num_tokens=60, paused_at=paused_at)
+
+
+def pauses_context(mean: float, work: int, *sessions: Session) -> PolicyContext:
+    """Return the context of 25 blocks of four tokens after eight pauses of this mean."""
+    pauses: Any = load_policy("working-set").initial_state
+    return NO_CONTEXT._replace(
+        work=work,
+        num_blocks=25,
+        sessions={session.key: session for session in sessions},
+        state=pauses._replace(number=8, mean=mean),
+        num_session_blocks=100,
+    )
+
+
+def set_of(context: PolicyContext) -> set[str | int]:
+    members: Any = load_policy("working-set").admit.__globals__["working_set"]
+    return {name for _, name in members((), context)}
+
+
+def test_sessions_whose_pauses_outlast_the_cache_are_not_waited_for() -> None:
+    """The cache holds 100 tokens. With more in a mean pause, keeping blocks is not worth it."""
+    session = paused_session("a", 1000)
+    assert set_of(pauses_context(100.0, 1010, session)) == {"a"}
+    assert set_of(pauses_context(101.0, 1010, session)) == set()
+    session.num_live = 1
+    assert set_of(pauses_context(101.0, 1010, session)) == {"a"}
+
+
+def test_a_session_that_pauses_far_longer_than_others_is_not_waited_for() -> None:
+    old, new = paused_session("old", 1000), paused_session("new", 1100)
+    assert set_of(pauses_context(50.0, 1200, old, new)) == {"old"}
+    assert set_of(pauses_context(50.0, 1201, old, new)) == {"new"}
+
+
+def test_a_pause_is_learned_when_a_paused_session_goes_on() -> None:
+    policy = load_policy("working-set")
+    s = scheduler(policy=policy, blocks=60)
+    finish(s, turn(0, range(8)))
+    paused_at = s.sessions["", "a"].paused_at
+    finish(s, request(1, range(50, 70), max_tokens=1))
+    assert s.policy_calls.state == policy.initial_state
+    s.add(turn(2, range(12)))
+    assert s.policy_calls.state == (1, s.work - paused_at) and s.work > paused_at
+    s.add(turn(3, range(12)))
+    assert s.policy_calls.state == (1, s.work - paused_at), "it did not pause before this turn"
