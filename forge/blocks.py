@@ -138,6 +138,11 @@ class BlockPool:
         return len(self._hash_by_block)
 
     @property
+    def free_blocks(self) -> list[int]:
+        """Free blocks in the order in which `allocate` returns them."""
+        return [*reversed(self._empty_blocks), *self._cached_blocks, *self._protected_blocks]
+
+    @property
     def num_used_blocks(self) -> int:
         """Used blocks: those in at least one table."""
         return self.num_blocks - self.num_free_blocks

@@ -40,7 +40,7 @@ class PrefixCache:
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Return the published blocks that the sequence can start on."""
-        num_shareable = self._num_shareable_blocks(sequence)
+        num_shareable = self.num_shareable_blocks(sequence)
         self.extend_hashes(sequence, num_shareable)
         return self._pool.lookup(sequence.hashes[1 : num_shareable + 1])
 
@@ -48,7 +48,7 @@ class PrefixCache:
         """Return whether another sequence computes the block after the cached ones."""
         num_hits = len(self.cached_blocks(sequence))
         return (
-            num_hits < self._num_shareable_blocks(sequence)
+            num_hits < self.num_shareable_blocks(sequence)
             and sequence.hashes[num_hits + 1] in self.blocks_in_progress
         )
 
@@ -87,7 +87,7 @@ class PrefixCache:
             tokens = sequence.tokens[first * size : num_blocks * size]
             hashes += chain_hashes(hashes[-1], tokens, size)
 
-    def _num_shareable_blocks(self, sequence: Sequence) -> int:
+    def num_shareable_blocks(self, sequence: Sequence) -> int:
         """Return how many full blocks can be shared: at least one token is always computed.
 
         0 without prefix caching, and with prompt logprobs: they need every prompt position.

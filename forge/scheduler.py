@@ -214,8 +214,11 @@ class Scheduler:
         session = self._session_table.begin_turn(request, choices[0].hashes[1:])
         self._is_stalled = False
         self.requests[request.id] = choices
+        # Without a session only shareable blocks are known ahead, and are waited for by others.
+        num_shareable = self.prefix_cache.num_shareable_blocks(choices[0])
+        hashes = choices[0].hashes[: None if session else 1 + num_shareable]
         for sequence in choices:
-            sequence.hashes = list(choices[0].hashes)
+            sequence.hashes = list(hashes)
             sequence.session = session
             self.sequences[sequence.id] = sequence
             self._enqueue(sequence)

@@ -8,6 +8,7 @@ belongs to a Scenario.
     forge sim replay recording.jsonl
     forge sim eviction trace.jsonl --blocks 1000,2000 --block-size 512
     forge sim calibrate MODEL --out calibration.json
+    forge sim explore --world forks --policy fcfs
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from forge.cli.parser import CommandFunction, Parser, add_flags
 from forge.cli.settings import Settings
 from forge.engine import Engine
 from forge.errors import InvalidConfig
+from forge.policies import policy_names
 from forge.sim.baselines import baselines
 from forge.sim.decision_log import DecisionLog
+from forge.sim.exploration.worlds import WORLDS, find_world
 from forge.sim.replay import replay
 from forge.sim.reports.chrome_trace import write_chrome_trace
 from forge.sim.reports.run_history import RunHistory
@@ -89,6 +92,22 @@ REPLAY_OPTIONS = (
     define_option("policy", str, None, "file of the policy, where it is not built in", "FILE.py"),
 )
 """Options of a replay."""
+
+MAX_EXPLORED_STATES = 100_000_000
+
+EXPLORATION_OPTIONS = (
+    define_option("world", str, "pair", f"one of: {', '.join(WORLDS)}", "NAME"),
+    define_option("policy", str, "fcfs", f"{', '.join(policy_names())} or a FILE.py")._replace(
+        metavar="NAME|FILE.py"
+    ),
+    define_option("depth", int, 2, "steps in flight, 1 or 2"),
+    define_option("states", int, 100_000, "distinct states after which the search ends"),
+    define_option(
+        "checkpoint", str, None, "save the search to FILE now and then, and continue it", "FILE"
+    ),
+    OUTPUT_OPTIONS[-1],
+)
+"""Options of an exploration."""
 
 TRACE_OPTION = next(each for each in RUN_OPTIONS if each.name == "workload")._replace(
     metavar="TRACE"
@@ -329,6 +348,23 @@ def calibrate(args: argparse.Namespace, settings: Settings) -> int:
     return main(values["model"], options, values["out"], values["seed"], 60 * values["minutes"])
 
 
+# forge sim explore
+
+
+def explore(args: argparse.Namespace, settings: Settings) -> int:
+    """Explore every state of a tiny world. Returns 1 where a check failed."""
+    from forge.sim.exploration.command import explore_world
+
+    values = settings.values
+    _check_range("states", values["states"], 1, MAX_EXPLORED_STATES)
+    if values["checkpoint"] is not None:
+        _check_writable("checkpoint", values["checkpoint"])
+    world = find_world(values["world"], values["depth"])
+    record = explore_world(world, values["policy"], values["states"], values["checkpoint"])
+    _write_json(values["json"], record)
+    return 0 if record["error"] is None else 1
+
+
 # Files.
 
 
@@ -354,6 +390,11 @@ def run_command(args: argparse.Namespace, settings: Settings) -> int:
             continue
         _check_writable(each.name, path)
     return int(args.simulate(args, settings))
+
+
+def _check_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidConfig(name, f"{value} is not from {least} to {most}", "Give 100000, say")
 
 
 def _check_writable(name: str, path: str) -> None:
@@ -429,10 +470,16 @@ def _add_calibrate(parser: Parser) -> None:
     parser.set_defaults(positional="model")
 
 
+def _add_explore(parser: Parser) -> None:
+    """Explore every state of a tiny world, and check each one."""
+    _configure(parser, explore, EXPLORATION_OPTIONS)
+
+
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "sweep": _add_sweep,
     "eviction": _add_eviction,
     "replay": _add_replay,
     "calibrate": _add_calibrate,
+    "explore": _add_explore,
 }
 """Name of a command -> the function that adds its flags to a parser."""

@@ -146,8 +146,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("kv_cache", "buffers", "progress"),
     ),
     "sim": (
-        *("commands", "reports", "run_options", "sweep", "baselines", "eviction", "scenario"),
-        *("fast_forward", "faults", "world", "session_metrics", "block_accesses"),
+        *("commands", "reports", "run_options", "exploration", "sweep", "baselines", "eviction"),
+        *("scenario", "fast_forward", "faults", "world", "session_metrics", "block_accesses"),
         *("answer_recorder", "decision_log", "wall_clock", "clock", "calibration"),
         *("cost", "workloads", "metrics"),
         *("units", "draws", "length_model", "replay", "__init__"),

@@ -19,6 +19,7 @@ from forge.cli.main import main
 from forge.sim.commands import (
     BASELINES_OPTION,
     CALIBRATION_OPTIONS,
+    EXPLORATION_OPTIONS,
     FAULT_OPTIONS,
     OUTPUT_OPTIONS,
     REPLAY_OPTIONS,
@@ -599,7 +600,7 @@ def rows_of(table: tuple[Any, ...]) -> list[str]:
 
 
 def test_the_page_has_a_row_for_every_option() -> None:
-    baselines, figures, run, files, faults, axes, replay, calibrate = parse_tables(PAGE)
+    baselines, figures, run, files, faults, axes, replay, calibrate, explore = parse_tables(PAGE)
     assert len(figures) == 3
     assert run == rows_of(RUN_OPTIONS)
     assert files == [*rows_of(OUTPUT_OPTIONS), "| `--draw` | | draw every step on the terminal |"]
@@ -608,6 +609,7 @@ def test_the_page_has_a_row_for_every_option() -> None:
     assert axes == rows_of((*AXIS_OPTIONS, SEEDS_OPTION))
     assert replay == rows_of(REPLAY_OPTIONS)
     assert calibrate == rows_of(CALIBRATION_OPTIONS)
+    assert explore == rows_of(EXPLORATION_OPTIONS)
 
 
 def test_the_page_shows_what_is_printed(sim: SimCommand) -> None:

@@ -1,0 +1,128 @@
+"""The worlds that are explored: each is the smallest one in which something can go wrong.
+
+Owns their sizes and requests. Blocks have two tokens, and there are no sessions. A request is
+described by its prompt, its largest output and what else is set.
+
+    world        blocks  slots  budget  requests
+    pair              4      2       3  two equal ones that do not fit together
+    lengths           4      2       3  a long prompt and two short ones; nothing fails
+    forks             5      3       4  one with n=2, and one that shares a prefix with it
+    priorities        4      2       3  an urgent one and another
+    exempt            6      2       2  an urgent one that always preempts a long one; no sharing
+    structure         4      2       3  one with a grammar, which is planned one commit at a time
+    resize            4      2       3  two, in a pool that shrinks and grows
+    mixed             6      3       4  three, one of them with n=2, and every fault
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forge.config import EngineConfig
+from forge.errors import InvalidConfig
+from forge.request import Request, SamplingParams, Structure
+from forge.sim.exploration.world import ABORT, FAULTS, VOID, TinyWorld
+
+A, B = 1, 2
+BLOCK_SIZE = 2
+
+
+def _request(
+    request_id: int,
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    n: int = 1,
+    priority: int = 0,
+    structure: Structure | None = None,
+) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, structure=structure)
+    return Request(request_id, prompt, params, priority)
+
+
+def _world(
+    name: str,
+    config: EngineConfig,
+    menu: tuple[Request, ...],
+    faults: tuple[str, ...] = FAULTS,
+    sizes: tuple[int, ...] = (),
+) -> TinyWorld:
+    values = [replace(request, id=0) for request in menu]
+    kinds = tuple(values.index(value) for value in values)
+    return TinyWorld(name, config, menu, kinds, faults, sizes)
+
+
+def _config(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> EngineConfig:
+    return EngineConfig(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=num_blocks * BLOCK_SIZE + 1,
+        depth=2,
+        max_sessions=0,
+    )
+
+
+PAIR = _world(
+    "pair",
+    _config(4, 2, 3),
+    (_request(0, (A, B, A), 4), _request(1, (A, B, A), 4)),
+)
+LENGTHS = _world(
+    "lengths",
+    _config(4, 2, 3),
+    (_request(0, (A,), 5), _request(1, (A, B, A, B), 2), _request(2, (A,), 5)),
+    faults=(),
+)
+FORKS = _world(
+    "forks",
+    _config(5, 3, 4),
+    (_request(0, (A, B), 2, n=2), _request(1, (A, B, A), 2)),
+)
+PRIORITIES = _world(
+    "priorities",
+    _config(4, 2, 3),
+    (_request(0, (A, A), 4), _request(1, (A,), 6, priority=1)),
+    faults=(ABORT, VOID),
+)
+EXEMPT = _world(
+    "exempt",
+    replace(_config(6, 2, 2), enable_prefix_caching=False),
+    (_request(0, (A, A), 6), _request(1, (A, B, A, B, A, B), 1, priority=1)),
+    faults=(),
+)
+STRUCTURE = _world(
+    "structure",
+    _config(4, 2, 3),
+    (_request(0, (A, B), 3, structure=Structure.regex("a*")), _request(1, (B,), 3)),
+)
+RESIZE = _world(
+    "resize",
+    _config(4, 2, 3),
+    (_request(0, (A, B, A), 2), _request(1, (A, B), 3)),
+    faults=(ABORT,),
+    sizes=(3, 4),
+)
+MIXED = _world(
+    "mixed",
+    _config(6, 3, 4),
+    (
+        _request(0, (A, B, A), 3, n=2),
+        _request(1, (A, B, A, B), 4),
+        _request(2, (A,), 6),
+    ),
+    sizes=(4, 6),
+)
+
+WORLDS = {
+    world.name: world
+    for world in (PAIR, LENGTHS, FORKS, PRIORITIES, EXEMPT, STRUCTURE, RESIZE, MIXED)
+}
+"""Worlds by name, with up to two plans in flight."""
+
+
+def find_world(name: str, depth: int) -> TinyWorld:
+    """Return the world of that name with up to `depth` plans in flight. Raises InvalidConfig."""
+    if name not in WORLDS:
+        raise InvalidConfig("world", f"{name[:64]!r} is not known", f"Give {', '.join(WORLDS)}")
+    return WORLDS[name].with_depth(depth)
