@@ -130,12 +130,12 @@ def test_the_newest_session_outside_the_working_set_is_evicted_first() -> None:
 
 
 def test_of_two_sessions_outside_the_working_set_the_newer_is_evicted() -> None:
-    """Twenty-two blocks: a and b are inside, c and d outside, and one block is needed."""
-    s = pressed("working-set", 22)
-    for n, (name, length) in enumerate((("a", 24), ("b", 24), ("c", 20), ("d", 16))):
+    """Twenty-three blocks: a and b are inside, c and d outside, and one block is needed."""
+    s = pressed("working-set", 23)
+    for n, (name, length) in enumerate((("a", 24), ("b", 24), ("c", 28), ("d", 12))):
         finish(s, turn(n, range(100 * n, 100 * n + length), name))
     finish(s, request(9, range(900, 908), max_tokens=1))
-    assert [len(session.chain) for session in s.sessions.values()] == [6, 6, 5, 3]
+    assert [len(session.chain) for session in s.sessions.values()] == [6, 6, 7, 2]
 
 
 # The others.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge.blocks import BlockPool
+from forge.blocks import BlockPool, chain_hashes
 from forge.errors import PolicyError
 from forge.invariants import audit
 from forge.policy import (
@@ -67,9 +67,9 @@ def finish(s: Scheduler, *requests: Request) -> None:
 
 def cached(s: Scheduler, prompt: Sequence[int]) -> int:
     """Return how many leading blocks of the prompt are cached."""
-    probe = Scheduler(s.config, 257, (0,))
-    probe.add(request(0, prompt, max_tokens=1))
-    return len(s.pool.lookup(probe.sequences[0].hashes[1:]))
+    size = s.config.block_size
+    root = s.prefix_cache.root_hash(request(0, prompt))
+    return len(s.pool.lookup(chain_hashes(root, prompt[: len(prompt) // size * size], size)))
 
 
 # Turns, pauses and ends.
@@ -97,10 +97,10 @@ def test_a_session_that_went_on_has_not_paused() -> None:
 
 
 def test_a_session_that_has_closed_since_has_not_paused() -> None:
-    """Another one with its name has."""
     s = scheduler()
     finish(s, turn(0, range(6)))
     s.end_session(("", "a"))
+    assert s.take_paused_sessions() == []
     finish(s, turn(1, range(6)))
     assert s.take_paused_sessions() == [s.sessions["", "a"]]
 
@@ -154,20 +154,16 @@ def test_sessions_of_two_tenants_never_meet() -> None:
 
 @pytest.mark.parametrize("by_field", [True, False])
 def test_an_ended_session_closes_and_its_blocks_are_evicted_first(by_field: bool) -> None:
-    """Ten blocks of four: two for each session. The newest session ends, so its blocks go first."""
+    """Ten blocks of four: two of sessions a and b each, and two of a plain request before them."""
     s = scheduler(blocks=10)
-    for number, name in enumerate("abc"):
-        finish(
-            s,
-            turn(number, range(100 * number, 100 * number + 8), name, end=by_field and number == 2),
-        )
+    finish(s, request(0, range(200, 208), max_tokens=1))
+    finish(s, turn(1, range(8), "a"), turn(2, range(100, 108), "b", end=by_field))
     if not by_field:
-        assert s.end_session(("", "c"))
-    assert list(s.sessions) == [("", "a"), ("", "b")]
-    assert s.pool.num_disposable_blocks == 4 + 2
+        assert s.end_session(("", "b"))
+    assert list(s.sessions) == [("", "a")]
+    assert s.pool.num_disposable_blocks == 4 + 2 + 2
     finish(s, request(9, range(900, 920), max_tokens=1))
-    assert [cached(s, range(n, n + 8)) for n in (0, 100, 200)] == [2, 2, 1]
-    finish(s, request(10, range(930, 934), max_tokens=1))
+    assert [cached(s, range(n, n + 8)) for n in (0, 100, 200)] == [2, 1, 2]
 
 
 def test_a_session_that_ends_with_a_live_request_closes_after_it() -> None:
@@ -260,7 +256,7 @@ def test_a_turn_that_diverges_demotes_the_old_branch() -> None:
     finish(s, turn(0, range(12)))
     s.add(turn(1, [*range(4), *range(70, 76)]))
     step(s)
-    assert len(s.sessions["", "a"].chain) == 1
+    assert (len(s.sessions["", "a"].chain), s.sessions["", "a"].num_tokens) == (1, 4)
     assert s.pool.num_disposable_blocks == s.pool.num_free_blocks and cached(s, range(12)) == 3
     audit(s)
 

@@ -58,9 +58,9 @@ def finish(s: Scheduler, *requests: Request) -> None:
 
 def cached(s: Scheduler, prompt: Sequence[int]) -> int:
     """Return how many leading blocks of the prompt are cached."""
-    probe = Scheduler(s.config, 257, (0,))
-    probe.add(request(0, prompt, max_tokens=1))
-    return len(s.pool.lookup(probe.sequences[0].hashes[1:]))
+    size = s.config.block_size
+    root = s.prefix_cache.root_hash(request(0, prompt))
+    return len(s.pool.lookup(chain_hashes(root, prompt[: len(prompt) // size * size], size)))
 
 
 # Order of eviction.
