@@ -495,8 +495,6 @@ class LLM:
                 if delta.request_id in self._deltas_by_request:
                     self._deltas_by_request[delta.request_id].append(delta)
 
-            self.engine.scheduler.take_paused_sessions()  # no timer: the list must not grow
-
     def _expire_longest_pause(self) -> None:
         """Close the session that all requests wait for: its next turn cannot come meanwhile."""
         paused = [each for each in self.engine.scheduler.sessions.values() if each.is_paused]

@@ -20,7 +20,7 @@ from forge.policy import (
 )
 from forge.request import FinishReason, Request, SamplingParams
 from forge.scheduler import MAX_PREEMPTIONS, Scheduler
-from forge.sessions import MAX_TIPS, Session, num_common_blocks
+from forge.sessions import Session, num_common_blocks
 from tests.core.builders import (
     config,
     create_output,
@@ -397,16 +397,15 @@ def test_another_tenant_s_request_is_not_recognised() -> None:
     assert not s.sessions
 
 
-def test_only_the_latest_ended_requests_can_be_continued() -> None:
+def test_only_the_latest_ended_requests_can_be_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.sessions.MAX_TIPS", 20)
     s = scheduler(blocks=4)
-    for number in range(MAX_TIPS + 1):
-        s.add(request(number, [number % 250, number // 250, 9], max_tokens=2))
-        while s.has_work:
-            step(s)
-    finish(s, request(MAX_TIPS + 1, [0, 0, 9, 7, 7, 1], max_tokens=1))
+    for number in range(21):
+        finish(s, request(number, [number, 8, 9], max_tokens=2))
+    finish(s, request(21, [0, 8, 9, 7, 7, 1], max_tokens=1))
     assert not s.sessions
-    finish(s, request(MAX_TIPS + 2, [MAX_TIPS % 250, MAX_TIPS // 250, 9, 7, 1], max_tokens=1))
-    assert list(s.sessions) == [("", MAX_TIPS)]
+    finish(s, request(22, [20, 8, 9, 7, 1], max_tokens=1))
+    assert list(s.sessions) == [("", 20)]
 
 
 def test_without_prefix_caching_no_request_is_recognised() -> None:
