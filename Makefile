@@ -25,8 +25,7 @@ CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
   $(addprefix core/test_, acceptance blocks draft_length drafting policy proposers scheduler seam \
     session_timers sessions sessions_hostile speculation speculation_edges structured_output \
     uniform_steps) \
-  engine/test_engine engine/test_llm sim/test_exploration sim/test_fast_forward sim/test_replay \
-  sim/test_session_expiry))
+  engine/test_engine engine/test_llm sim/test_fast_forward sim/test_replay sim/test_session_expiry))
 
 # Tests start many processes. Each would compile all that it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE

@@ -703,3 +703,15 @@ def test_a_used_block_is_protected_and_unprotected_in_its_table() -> None:
     pool.unprotect([AB], demote=True)
     check_block_pool(pool)
     assert pool.num_free_blocks == 0
+
+
+def test_free_blocks_are_listed_in_the_order_of_allocation() -> None:
+    """Empty ones, then cached ones, the least recently used first, then protected ones."""
+    pool = BlockPool(6, 1)
+    pool.open(0, 4)
+    for block, key in enumerate((b"a", b"b", b"c")):
+        pool.publish(block, key)
+    pool.protect([b"c"])
+    pool.release(0)
+    assert pool.free_blocks == [3, 4, 5, 1, 0, 2]
+    assert pool.allocate(6) == [3, 4, 5, 1, 0, 2]

@@ -91,9 +91,14 @@ NUM_STATES = {
 QUICK = (("pair", 1), ("forks", 1), ("exempt", 1), ("exempt", 2))
 
 
+def marks(name: str, depth: int) -> pytest.MarkDecorator:
+    """Return the mark of a world that takes seconds, or more than ten."""
+    return pytest.mark.soak if NUM_STATES[name, depth] > 10_000 else pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("name", "depth"),
-    [each if each in QUICK else pytest.param(*each, marks=pytest.mark.long) for each in NUM_STATES],
+    [each if each in QUICK else pytest.param(*each, marks=marks(*each)) for each in NUM_STATES],
 )
 def test_every_state_of_a_world_is_right_and_every_request_ends(name: str, depth: int) -> None:
     report = explore(name, depth)
