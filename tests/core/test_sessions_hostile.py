@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from forge.blocks import BlockPool, chain_hashes
 from forge.config import Speculation
 from forge.drafting import create_drafter
-from forge.invariants import audit
 from forge.llm import load_policy
 from forge.policy import FCFS, Candidate, PolicyContext
 from forge.proposers import NGramProposer
@@ -25,43 +24,7 @@ from tests.core.builders import (
     scheduler,
     step,
 )
-
-
-def turn(
-    id: int,
-    prompt: Iterable[int],
-    session: str = "a",
-    *,
-    tenant: str = "",
-    end: bool = False,
-    **params: Any,
-) -> Request:
-    """Return a greedy turn of a session, of two tokens of output unless `params` say otherwise."""
-    return Request(
-        id,
-        tuple(prompt),
-        SamplingParams(**{"temperature": 0.0, "max_tokens": 2, **params}),
-        tenant=tenant,
-        session_id=session,
-        session_end=end,
-    )
-
-
-def finish(s: Scheduler, *requests: Request) -> None:
-    """Serve these requests to their end, auditing each step."""
-    for each in requests:
-        s.add(each)
-    while s.has_work:
-        step(s)
-        audit(s)
-
-
-def cached(s: Scheduler, prompt: Sequence[int]) -> int:
-    """Return how many leading blocks of the prompt are cached."""
-    size = s.config.block_size
-    root = s.prefix_cache.root_hash(request(0, prompt))
-    return len(s.pool.lookup(chain_hashes(root, prompt[: len(prompt) // size * size], size)))
-
+from tests.core.test_sessions import cached, finish, turn
 
 # Order of eviction.
 
