@@ -196,14 +196,15 @@ class BlockPool:
         evicted; a protected one when no other is cached. O(count).
         """
         free, ref_counts = self._empty_blocks, self._ref_counts
-        if count > len(free) and count > self.num_free_blocks:
+        num_free = len(free) + len(self._cached_blocks) + len(self._protected_blocks)
+        if count > num_free:
             return None
         blocks = free[: -count - 1 : -1]
         del free[len(free) - len(blocks) :]
         blocks += [self._evict() for _ in range(count - len(blocks))]
         for block in blocks:
             ref_counts[block] = 1
-        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_blocks - num_free + count)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:

@@ -32,6 +32,7 @@ class PolicyCalls:
 
     policy          a value
     state           what `update` returned last
+    pending_error   error of an update that `raise_pending` has not raised yet
     build_context   state -> the context of a decision that is made now
     """
 
@@ -39,7 +40,7 @@ class PolicyCalls:
         self.policy = policy
         self.state: Hashable = policy.initial_state
         self._build_context = build_context
-        self._pending_error: PolicyError | None = None
+        self.pending_error: PolicyError | None = None
 
     @property
     def chooses_evictions(self) -> bool:
@@ -91,13 +92,13 @@ class PolicyCalls:
         try:
             self.state = _call(self.policy.update, self.state, event)
         except PolicyError as error:
-            self._pending_error = error
+            self.pending_error = error
 
     def raise_pending(self) -> None:
-        """Raise the error of an update since the last call, if there was one."""
-        error, self._pending_error = self._pending_error, None
-        if error is not None:
-            raise error
+        """Raise the pending error."""
+        error, self.pending_error = self.pending_error, None
+        assert error is not None, "no update has failed"
+        raise error
 
     def _ask(self, choose: Callable[..., Any], *offer: object) -> Any:
         return _call(choose, *offer, self._build_context(self.state))

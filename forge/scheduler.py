@@ -276,7 +276,8 @@ class Scheduler:
         Raises PolicyError when a policy's answer is not valid, or when nothing is in flight and no
         sequence gets a token. Waiting for a paused session is valid: see `can_plan`.
         """
-        self.policy_calls.raise_pending()
+        if self.policy_calls.pending_error is not None:
+            self.policy_calls.raise_pending()
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
         blocked: set[int] = set()
@@ -289,8 +290,9 @@ class Scheduler:
         try:
             if len(self._preempted_events) == num_preempted:
                 # Where blocks ran out nothing is admitted: they are for running sequences.
-                self._displace()
-                self._admit(copies)
+                if self.waiting:
+                    self._displace()
+                    self._admit(copies)
             rows = self._plan_rows(without_block | blocked)
         except PolicyError:
             # Copies of forks admitted just now are in no plan, so those sequences start again.
@@ -376,9 +378,11 @@ class Scheduler:
 
         admitted   session whose turn is about to start on its cached blocks
         """
+        if not self.policy_calls.chooses_evictions:
+            return
         pool, table = self.pool, self._session_table
         num_missing = min(num_blocks, pool.num_free_blocks) - pool.num_disposable_blocks
-        if num_missing <= 0 or not self.policy_calls.chooses_evictions:
+        if num_missing <= 0:
             return
         busy = {s.session.key for s in self.running.values() if s.session is not None}
         candidates = [
@@ -402,8 +406,6 @@ class Scheduler:
         A sequence that must wait for a commit is passed over. Admission ends at the first one whose
         blocks are not free. The block copies of forks are appended to `copies`.
         """
-        if not self.waiting:
-            return
         budget = self.config.max_num_batched_tokens - (len(self.running) - len(self._prefilling))
         budget -= sum(s.num_pending for s in self._prefilling.values())
         skipped: list[Sequence] = []
