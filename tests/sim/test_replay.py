@@ -285,3 +285,11 @@ def test_a_prompt_that_is_a_range_is_recorded_as_its_tokens() -> None:
 def test_the_session_of_a_request_is_recorded(pause_s: float | None) -> None:
     turn = Request(1, (3,), tenant="t", session_id="s", session_end=True, expected_pause_s=pause_s)
     assert parse_request(json.loads(json.dumps(encode_request(turn)))) == turn
+
+
+def test_a_recording_from_before_there_were_sessions_has_none() -> None:
+    """Recognised sessions would protect blocks that the recorded run evicted."""
+    header = build_header(EngineConfig(), 256, 0, "fcfs", "0.1.0")
+    assert parse_config(header).max_sessions == 1024
+    del header["config"]["max_sessions"], header["config"]["session_ttl_s"]
+    assert parse_config(header).max_sessions == 0
