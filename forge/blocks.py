@@ -391,7 +391,8 @@ class BlockPool:
         self._protected_hashes.difference_update(hashes)
         blocks = [self._block_by_hash.get(block_hash, NO_BLOCK) for block_hash in hashes]
         for block in reversed(blocks):
-            if self._protected_blocks.pop(block, block) is None:
+            if block in self._protected_blocks:
+                del self._protected_blocks[block]
                 self._cached_blocks[block] = None
         for block in blocks if demote else ():
             if block in self._cached_blocks:

@@ -301,7 +301,7 @@ class Scheduler:
             raise
         if not rows and not copies:
             if self.sequences and not self.ledger:
-                if not self.running and self._session_table.has_paused:
+                if not self.running and self._session_table.num_paused:
                     self._is_stalled = True
                     return None
                 raise PolicyError(
@@ -796,7 +796,6 @@ class Scheduler:
         model that always fails ends every request.
         """
         self.ledger.clear()
-        self._is_stalled = False
         deltas = []
         for sequence in list(self.sequences.values()):
             if sequence.slot is None:

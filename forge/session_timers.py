@@ -73,4 +73,4 @@ class SessionTimers:
 
     def _has_effect(self, timer: SessionTimer) -> bool:
         session = self._sessions.get(timer.key)
-        return session is not None and session.is_paused and session.last_turn == timer.last_turn
+        return session is not None and session.is_paused_since(timer.last_turn)

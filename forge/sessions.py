@@ -79,6 +79,10 @@ class Session:
         """True while no request of the session is live."""
         return self.num_live == 0
 
+    def is_paused_since(self, turn: int) -> bool:
+        """Return whether the session is paused, and has been since its request of that number."""
+        return self.is_paused and self.last_turn == turn
+
     def time_to_live_s(self, max_s: float) -> float:
         """Return after how many seconds of a pause the session expires, at most `max_s`.
 
@@ -99,7 +103,7 @@ class SessionTable:
     """The open sessions, and what their turns and ends do to the cached blocks.
 
     sessions       open sessions by key, oldest first
-    num_paused     sessions of them without a live request
+    num_paused     those of them without a live request
     max_sessions   most open sessions of one tenant
     on_close       called with each session that has just left `sessions`
     """
@@ -119,11 +123,6 @@ class SessionTable:
         self._num_hashes = 0
         self._num_requests = 0
         self._paused: dict[SessionKey, Session] = {}
-
-    @property
-    def has_paused(self) -> bool:
-        """True while an open session has no live request."""
-        return self.num_paused > 0
 
     def take_paused(self) -> list[Session]:
         """Return the open sessions that have paused since the last call."""
@@ -236,7 +235,7 @@ class SessionTable:
         protected, and count as just used.
         """
         session = self.sessions.get(key)
-        if session is None or not session.is_paused or session.last_turn != last_turn:
+        if session is None or not session.is_paused_since(last_turn):
             return False
         self._close(session, demote=False)
         return True
