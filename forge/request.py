@@ -330,7 +330,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """True where the most likely token is taken without a draw."""
-        return self.temperature < GREEDY_BELOW
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:

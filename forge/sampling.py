@@ -7,6 +7,10 @@ Owns the order of operations and the noise. Knows no model, batch or clock. Ever
                                                                 └─ /T ─ top-k ─ top-p ─ min-p
                                                                    ─ + noise ─ argmax  sampled
 
+The filters see integers: how far a token's logit is below the largest, after temperature, in steps
+of 2^-15. Tokens in one step are equally likely to them. So sums of probabilities are sums of
+integers, and a device that adds them in another order finds the same set.
+
 Randomness is an argument. The noise of token t at position p is a function of (seed, p, purpose, t)
 and nothing else, so batch composition, chunking, preemption and planning ahead cannot change what
 is drawn. The draw is argmax(logit / T + Gumbel noise), which samples the softmax exactly (Gumbel
@@ -18,8 +22,9 @@ the same 32 bits.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from math import exp, inf, isfinite, isnan, log
+from math import ceil, exp, inf, isfinite, isnan, log
 from typing import NamedTuple
 
 from forge.request import SamplingParams, TokenLogprob
@@ -35,6 +40,22 @@ Under `coupled` a draft is a plain draw.
 NO_ALLOWED_TOKEN = "the model rules out every token that is allowed here"
 """Error of a row none of whose allowed ids is possible."""
 
+GAP_STEPS = 1 << 15
+"""Steps of a gap in one unit of a logit after temperature."""
+
+MAX_GAP = 255 * 4096 - 1
+"""Largest gap, of all tokens that are 31.9 or more below the most likely one."""
+
+IMPOSSIBLE = MAX_GAP + 1
+"""Gap of a token whose logit is -inf."""
+
+LOG2_E = 0xB8AA3B29
+"""log2(e) in 31 fractional bits."""
+
+EXP2_COEFFICIENTS = (4294967061, 2977027382, 1031563053, 237510004, 39560409, 4069712)
+"""2^-f for f in [0, 1) in 32 fractional bits, within 6e-8: c0 - f * (c1 - f * (c2 - ...))."""
+
+_MAX_SINGLE = 3.4028234663852886e38
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -145,29 +166,67 @@ def _apply_penalties(
         logits[token] -= params.presence_penalty + params.frequency_penalty * count
 
 
-def filter_logits(logits: Sequence[float], params: SamplingParams) -> list[TokenLogit]:
-    """Return the tokens left by temperature, top-k, top-p and min-p, most likely first.
+def logit_gaps(logits: Sequence[float], temperature: float) -> list[int]:
+    """Return how far each logit is below the largest, after temperature, in steps of 2^-15.
 
-    Ties go to the lower id. top-p is over what top-k left, renormalised. Never empty.
+    IMPOSSIBLE for -inf, and at most MAX_GAP for any other. The arithmetic is in single precision:
+    a difference, a product with 1 / T, and then the integer part. A logit beyond its range counts
+    as infinite.
+    """
+    singles = array("f", logits)  # rounds to single precision
+    top = max(singles)
+    (scale,) = array("f", [1.0 / temperature])
+    differences = array("f", [min(top - x, _MAX_SINGLE) if x < top else 0.0 for x in singles])
+    # 32 is beyond MAX_GAP. The product of two singles is exact here, so it is rounded once.
+    scaled = array("f", [min(difference * scale, 32.0) for difference in differences])
+    return [
+        IMPOSSIBLE if x == -inf else min(int(gap * GAP_STEPS), MAX_GAP)
+        for x, gap in zip(singles, scaled, strict=True)
+    ]
+
+
+def gap_weight(gap: int) -> int:
+    """Return 2^32 * exp(-gap / 2^15) as an integer, within 1e-7 of 2^32; 0 beyond a gap of 22.2.
+
+    Integer arithmetic, so that every device has the same weights. Never rises with the gap.
+    """
+    exponent = (gap << 11) * LOG2_E >> 32  # base 2, with 25 fractional bits
+    fraction = (exponent & (1 << 25) - 1) << 7
+    c0, c1, c2, c3, c4, c5 = EXP2_COEFFICIENTS
+    power = c4 - (fraction * c5 >> 32)
+    power = c2 - (fraction * (c3 - (fraction * power >> 32)) >> 32)
+    power = c0 - (fraction * (c1 - (fraction * power >> 32)) >> 32)
+    return power >> (exponent >> 25)
+
+
+def min_p_gap(min_p: float) -> int:
+    """Return the largest gap that min-p keeps."""
+    if min_p == 0.0:
+        return MAX_GAP
+    return min(int(-log(min_p) * GAP_STEPS), MAX_GAP)
+
+
+def filter_logits(logits: Sequence[float], params: SamplingParams) -> list[TokenLogit]:
+    """Return the tokens left by temperature, top-k, top-p and min-p, in order of their gaps.
+
+    Of equal gaps the lower id comes first. top-p is over what top-k left, renormalised: the
+    shortest beginning of that order with the mass. Never empty.
     """
     scale = 1.0 / params.temperature
-    kept = [TokenLogit(token, x * scale) for token, x in enumerate(logits) if x > -inf]
-    kept.sort(key=lambda c: (-c.logit, c.token))
+    gaps = logit_gaps(logits, params.temperature)
+    kept = sorted(range(len(logits)), key=gaps.__getitem__)
     if params.top_k:
         del kept[params.top_k :]
-    top = kept[0].logit
+    max_gap = min_p_gap(params.min_p)
     if params.top_p < 1.0:
-        weights = [exp(c.logit - top) for c in kept]
-        mass_limit = params.top_p * sum(weights)
-        mass, count = 0.0, 0
-        while mass < mass_limit and count < len(kept):
+        weights = [gap_weight(gaps[token]) for token in kept]
+        min_mass = ceil(params.top_p * sum(weights))
+        mass, count = 0, 0
+        while mass < min_mass:
             mass += weights[count]
             count += 1
         del kept[count:]
-    if params.min_p > 0.0:
-        min_logit = top + log(params.min_p)
-        kept = [c for c in kept if c.logit >= min_logit]
-    return kept
+    return [TokenLogit(token, logits[token] * scale) for token in kept if gaps[token] <= max_gap]
 
 
 def sample_token(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> int:

@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 
 from forge.request import SamplingParams
 from forge.sampling import (
+    GAP_STEPS,
+    IMPOSSIBLE,
+    MAX_GAP,
     PLAIN,
     choice_seed,
     draw_key,
     filter_logits,
+    gap_weight,
     gumbel,
     invalid_logits_reason,
+    logit_gaps,
+    min_p_gap,
     mix,
     process_logits,
     sample_token,
@@ -281,6 +287,52 @@ def test_min_p_one_keeps_every_token_that_is_as_likely_as_the_first() -> None:
 
 def test_the_least_min_p_there_is_keeps_all() -> None:
     assert kept_tokens((2, 8, 4, 1), min_p=5e-324) == [1, 2, 0, 3]
+
+
+def test_gaps_count_steps_below_the_largest_logit_after_temperature() -> None:
+    """One step is 2^-15. A quarter of a logit is 8,192 of them, and twice that at T = 0.5."""
+    assert logit_gaps([2.0, 1.75, -inf, 2.0], 1.0) == [0, 8192, IMPOSSIBLE, 0]
+    assert logit_gaps([2.0, 1.75, -inf, 2.0], 0.5) == [0, 16384, IMPOSSIBLE, 0]
+
+
+@pytest.mark.parametrize("depth", [32.0, 1e6, 1e38, 3e38])
+def test_a_logit_far_below_the_largest_has_the_largest_gap(depth: float) -> None:
+    assert logit_gaps([0.0, -depth], 1.0) == [0, MAX_GAP]
+    assert logit_gaps([3e38, 3e38 - 2 * depth], 1e-5)[0] == 0
+
+
+def test_a_logit_beyond_single_precision_is_the_largest_or_impossible() -> None:
+    assert logit_gaps([1e300, 0.0, 2e300, -1e300], 1.0) == [0, MAX_GAP, 0, IMPOSSIBLE]
+
+
+def test_weights_are_those_of_the_exponential() -> None:
+    for gap in (*range(0, MAX_GAP, 1009), 1, 22712, 22713, MAX_GAP):
+        assert abs(gap_weight(gap) - 2**32 * exp(-gap / GAP_STEPS)) < 300
+    assert gap_weight(IMPOSSIBLE) == 0
+
+
+def test_weights_never_rise_with_the_gap() -> None:
+    weights = list(map(gap_weight, range(IMPOSSIBLE + 1)))
+    assert weights == sorted(weights, reverse=True)
+
+
+def test_tokens_within_a_step_are_equally_likely_to_the_filters() -> None:
+    """Half a step lies between them: the lower id goes first, and is kept alone."""
+    half = 0.5 / GAP_STEPS
+    assert [c.token for c in filter_logits([1.0 - half, 1.0], SamplingParams(top_p=0.5))] == [0]
+
+
+def test_top_k_of_one_is_greedy_for_any_gap() -> None:
+    params = SamplingParams(top_k=1)
+    assert params.greedy
+    assert sample_token([1.0, 1.0 + 1e-9], params, seed=3, position=5) == 1
+
+
+@pytest.mark.parametrize(
+    ("min_p", "gap"), [(1.0, 0), (0.0, MAX_GAP), (0.5, 22713), (1e-30, MAX_GAP)]
+)
+def test_min_p_is_a_largest_gap(min_p: float, gap: int) -> None:
+    assert min_p_gap(min_p) == gap
 
 
 def test_temperature_comes_before_top_p_and_min_p() -> None:
