@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from forge.request import SamplingParams, Structure
-from forge.sampling import DRAFT, PLAIN
+from forge.sampling import DRAFT, MAX_GAP, PLAIN
 from forge.seam import Bind, Row
 
 torch = pytest.importorskip("torch")
@@ -158,7 +158,7 @@ def test_chunk_rows_hold_the_numbers_and_the_key_of_each_row() -> None:
     params[1] = build_slot_params(drafting, 4)
     assert as_lists(collect_chunk_rows([5, 7], rows, params)) == (
         [5, 7],
-        [2.0, 1.0, 2.0, 1.0, -inf, 1.0, 1.0, 4.0, 1.0, -inf],
+        [2.0, 1.0, 2.0, 1.0, MAX_GAP, 1.0, 1.0, 4.0, 1.0, MAX_GAP],
         [0, 1],
         [1, 1],
         [purpose_offset(PLAIN), purpose_offset(DRAFT)],

@@ -379,7 +379,7 @@ class ModelRunner:
         if not full_rows:
             return []
         output_index = self.to_device([logits_batch_rows[i] for i in full_rows])
-        full_logits = logits[self.to_device(full_rows)]
+        full_logits = logits if len(full_rows) == len(logits) else logits[self.to_device(full_rows)]
         full_plan_rows = [rows[logits_batch_rows[i]] for i in full_rows]
         output = sampler.sample(full_logits, full_plan_rows)
         self.output_buffer.sampled[0, output_index] = output.tokens.to(torch.int32)

@@ -37,7 +37,7 @@ def _splitmix(x: tl.tensor) -> tl.tensor:
     return x ^ (x >> 31)
 
 
-_splitmix_jit = triton.jit(_splitmix)
+splitmix = triton.jit(_splitmix)
 
 
 def _score_tile(
@@ -63,10 +63,10 @@ def _score_tile(
     temperature = tl.load(temperatures + slot)
     if temperature > 0.0:
         golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
-        key = _splitmix_jit(tl.load(seeds + slot).to(tl.uint64) + golden)
+        key = splitmix(tl.load(seeds + slot).to(tl.uint64) + golden)
         # The purpose is PLAIN, which is 0 and adds nothing.
-        key = _splitmix_jit(_splitmix_jit(key + tl.load(positions + row).to(tl.uint64)))
-        bits = _splitmix_jit(key + (tokens + 1).to(tl.uint64) * golden) >> 32
+        key = splitmix(splitmix(key + tl.load(positions + row).to(tl.uint64)))
+        bits = splitmix(key + (tokens + 1).to(tl.uint64) * golden) >> 32
         uniform = (bits.to(tl.uint32).to(tl.float64) + 0.5) * 2.3283064365386962890625e-10
         score = score * (1.0 / temperature) - tl.log(-tl.log(uniform))
     best_score = tl.max(score, 0)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from forge.models.hf.buffers import HostCopy
 from forge.models.hf.sampling.gumbel import MAX_CHUNK_LOGITS
-from forge.models.hf.sampling.top_k_top_p import stable_topk
 from forge.request import TokenLogprob
 
 
@@ -68,4 +67,32 @@ def read_logprobs(packed: Tensor) -> tuple[TokenLogprob, ...]:
             tuple(zip(map(int, top[:count]), top[count:], strict=True)),
         )
         for token, logprob, *top in packed.tolist()
+    )
+
+
+def stable_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return ids and values of the `k` largest of each row, [n, k]; ties in order of their ids."""
+    size = x.shape[1]
+    values = x.topk(k, dim=1).values
+    is_top = _prefix_mask(x, values, torch.full_like(values[:, :1], k, dtype=torch.int64))
+    # topk orders ties arbitrarily, so it ranks distinct numbers: V for id 0, V - 1, ...
+    tie_breaker = torch.arange(size, 0, -1, dtype=torch.int32, device=x.device)
+    ids = size - (tie_breaker * is_top).topk(k, dim=1).values.long()
+    ids.clamp_(max=size - 1)  # A row with a NaN selects fewer than k.
+    values_by_id = x.gather(1, ids)
+    order = values_by_id.argsort(dim=1, descending=True, stable=True)
+    return ids.gather(1, order), values_by_id.gather(1, order)
+
+
+def _prefix_mask(x: Tensor, values: Tensor, count: Tensor) -> Tensor:
+    """Return whether each token is among the first `count` of its row, bool [n, V].
+
+    values   [n, m] values in descending order, m at least the largest count
+    count    [n, 1] int64
+    """
+    threshold = values.gather(1, (count - 1).clamp_(max=values.shape[1] - 1))
+    num_ties = count - (values > threshold).sum(1, keepdim=True)
+    is_tied = x == threshold
+    return is_tied.logical_and_(is_tied.cumsum(1, dtype=torch.int32) <= num_ties).logical_or_(
+        x > threshold
     )

@@ -30,6 +30,14 @@ from torch import Tensor
 
 from forge import sampling
 from forge.models.hf.buffers import int64_array, upload, upload_groups
+from forge.models.hf.sampling.filters import (
+    MAX_TOPK,
+    Cuts,
+    FilterParams,
+    compute_gaps,
+    find_cuts,
+    kept_mask,
+)
 from forge.models.hf.sampling.gumbel import (
     MAX_CHUNK_LOGITS,
     draw_keys,
@@ -58,7 +66,6 @@ from forge.models.hf.sampling.status import (
     STATUS_OK,
     logits_status,
 )
-from forge.models.hf.sampling.top_k_top_p import MAX_TOPK, top_k_top_p_mask
 from forge.seam import Bind, Row
 
 
@@ -139,6 +146,11 @@ class SamplingChunk(NamedTuple):
     status: Tensor
     max_top_k: int
     is_random: bool
+
+    @property
+    def has_filters(self) -> bool:
+        """True where a row has top-k, top-p or min-p."""
+        return any(state.has_filters for state in self.slot_params)
 
     @property
     def indices(self) -> Tensor:
@@ -273,9 +285,13 @@ class Sampler:
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         status = torch.empty(len(rows), dtype=torch.int8, device=self._device)
         draft_distributions: list[DraftDistribution] = []
-        for chunk in self.adjusted_chunks(
-            logits, rows, range(len(rows)) if row_indices is None else row_indices
-        ):
+        remaining: Sequence[int] = range(len(rows)) if row_indices is None else row_indices
+        if logits.is_cuda:
+            filtered = [i for i in remaining if self._is_filtered_only(rows[i])]
+            if filtered:
+                self._sample_filtered(logits, rows, filtered, tokens, status)
+                remaining = [i for i in remaining if not self._is_filtered_only(rows[i])]
+        for chunk in self.adjusted_chunks(logits, rows, remaining):
             scores = chunk.logits
             if chunk.is_random:
                 scores = self.apply_filters(chunk)
@@ -286,6 +302,40 @@ class Sampler:
             tokens.index_copy_(0, chunk.indices, sampled)
             status.index_copy_(0, chunk.indices, chunk.status)
         return SamplerOutput(tokens, status, draft_distributions)
+
+    def _is_filtered_only(self, row: Row) -> bool:
+        return self._slot_params[row.slot].is_filtered_only(row.end)
+
+    def _sample_filtered(
+        self,
+        logits: Tensor,
+        rows: Sequence[Row],
+        row_indices: Sequence[int],
+        tokens: Tensor,
+        status: Tensor,
+    ) -> None:
+        """Write token and status of rows that have filters, and no adjustment of their logits."""
+        # Triton is installed only where torch has CUDA.
+        from forge.models.hf.sampling.filters_triton import filtered_sample_cuda
+
+        self.flush_seeds()
+        params = [self._slot_params[rows[index].slot] for index in row_indices]
+        (inputs,) = upload_groups(
+            self._device,
+            collect_chunk_rows(row_indices, [rows[index] for index in row_indices], params),
+        )
+        sampled, sampled_status = filtered_sample_cuda(
+            logits,
+            inputs.indices,
+            inputs.numbers.view(-1, len(SamplingNumbers._fields)),
+            inputs.slots,
+            inputs.positions,
+            self.seeds,
+            has_order=any(each.max_top_k for each in params),
+            has_top_p=any(each.numbers.top_p < 1.0 for each in params),
+        )
+        tokens.index_copy_(0, inputs.indices, sampled.long())
+        status.index_copy_(0, inputs.indices, sampled_status.to(status.dtype))
 
     def adjusted_chunks(
         self, logits: Tensor, rows: Sequence[Row], row_indices: Sequence[int]
@@ -403,15 +453,30 @@ class Sampler:
         Return `chunk.logits`: [n, V] float64 by token id, with the values of
         forge.sampling.filter_logits.
         """
-        x = chunk.logits
-        scale, _, top_k, top_p, log_min_p = chunk.numbers.unsqueeze(2).unbind(1)
-        x.mul_(scale)
-        is_removed = x < x.amax(1, keepdim=True) + log_min_p
-        if chunk.max_top_k:
-            is_removed.logical_or_(
-                top_k_top_p_mask(x, top_k.long(), top_p, chunk.max_top_k).logical_not_()
-            )
-        return x.masked_fill_(is_removed, -inf)
+        x, numbers = chunk.logits, chunk.numbers
+        inverse_temperature, _, top_k, top_p, max_gap = numbers.unbind(1)
+        if chunk.has_filters:
+            gaps = compute_gaps(x, inverse_temperature)
+            if x.is_cuda:
+                cuts = self._find_cuts_cuda(chunk)
+            else:
+                params = FilterParams(inverse_temperature, top_k, top_p, max_gap)
+                cuts = find_cuts(gaps, params, chunk.max_top_k)
+            x.masked_fill_(kept_mask(gaps, cuts).logical_not_(), -inf)
+        return x.mul_(inverse_temperature[:, None])
+
+    def _find_cuts_cuda(self, chunk: SamplingChunk) -> Cuts:
+        # Triton is installed only where torch has CUDA.
+        from forge.models.hf.sampling.filters_triton import find_cuts_cuda
+
+        _, gaps, tokens = find_cuts_cuda(
+            chunk.logits,
+            torch.arange(len(chunk.rows), device=self._device),
+            chunk.numbers,
+            has_order=chunk.max_top_k > 0,
+            has_top_p=any(state.numbers.top_p < 1.0 for state in chunk.slot_params),
+        )
+        return Cuts(gaps, tokens)
 
 
 def collect_chunk_rows(

@@ -11,14 +11,14 @@ Owns the translation of a Bind. Knows no batch and no tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, log
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forge.models.hf.buffers import int64_array
-from forge.sampling import DRAFT, PLAIN
+from forge.sampling import DRAFT, MAX_GAP, PLAIN, min_p_gap
 from forge.seam import Bind
 
 
@@ -29,14 +29,14 @@ class SamplingNumbers(NamedTuple):
     noise_scale           1, or 0 where greedy
     top_k                 most tokens kept; the size of the vocabulary keeps all
     top_p                 as in the request; 1 keeps all
-    log_min_p             log of min_p; -inf keeps all
+    max_gap               largest gap that min-p keeps, as in forge.sampling
     """
 
     inverse_temperature: float
     noise_scale: float
     top_k: float
     top_p: float
-    log_min_p: float
+    max_gap: float
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class SlotParams:
 
     stop_token_ids          ids that min_tokens rules out
     purpose                 purpose of its samples, unless a draft is tested there
+    is_adjusted             a mask, allowed ids, bias or penalties change its logits
     max_top_k               leading tokens whose order a filter needs; 0: none
     temperature_only_from   position from which `gumbel_sample` is enough: seed and temperature
                             determine the token. inf where it never is, as for a sequence that
@@ -58,8 +59,21 @@ class SlotParams:
     bias_values: NDArray[Any]
     stop_token_ids: NDArray[Any]
     purpose: int
+    is_adjusted: bool
     max_top_k: int
     temperature_only_from: float
+
+    @property
+    def has_filters(self) -> bool:
+        """True where top-k, top-p or min-p may remove a token."""
+        return self.max_top_k > 0 or self.numbers.max_gap < MAX_GAP
+
+    def is_filtered_only(self, position: int) -> bool:
+        """Return whether nothing but temperature and filters changes the logits at `position`.
+
+        False for drafts that rejection tests: they need the probabilities of all tokens.
+        """
+        return not (self.is_adjusted or self.purpose == DRAFT or self.min_tokens_applies(position))
 
     def min_tokens_applies(self, position: int) -> bool:
         """Return whether min_tokens keeps the output from ending at `position`."""
@@ -71,11 +85,11 @@ def build_slot_params(bind: Bind, vocab_size: int) -> SlotParams:
     """Return the parameters of the bind's sequence, over a vocabulary of this size."""
     params = bind.params
     top_k = min(params.top_k or vocab_size, vocab_size)
-    numbers = SamplingNumbers(1.0, 0.0, vocab_size, 1.0, -inf)
+    numbers = SamplingNumbers(1.0, 0.0, vocab_size, 1.0, MAX_GAP)
     max_top_k = 0
     if not params.greedy:
-        log_min_p = log(params.min_p) if params.min_p > 0.0 else -inf
-        numbers = SamplingNumbers(1.0 / params.temperature, 1.0, top_k, params.top_p, log_min_p)
+        max_gap = min_p_gap(params.min_p)
+        numbers = SamplingNumbers(1.0 / params.temperature, 1.0, top_k, params.top_p, max_gap)
         max_top_k = top_k if top_k < vocab_size or params.top_p < 1.0 else 0
     stop_token_ids = (
         int64_array((*bind.end_ids, *params.stop_token_ids))
@@ -83,15 +97,18 @@ def build_slot_params(bind: Bind, vocab_size: int) -> SlotParams:
         else int64_array(())
     )
     keeps_distribution = bind.proposes and bind.uses_rejection
-    needs_full_sampling = (
+    is_adjusted = bool(
         params.allowed_token_ids is not None
         or params.structure is not None
         or params.logit_bias
         or params.has_penalties
+    )
+    needs_full_sampling = (
+        is_adjusted
         or params.logprobs is not None
         or keeps_distribution
         or max_top_k
-        or numbers.log_min_p > -inf
+        or numbers.max_gap < MAX_GAP
     )
     min_length = bind.prompt_len + params.min_tokens if len(stop_token_ids) else 0
     return SlotParams(
@@ -102,6 +119,7 @@ def build_slot_params(bind: Bind, vocab_size: int) -> SlotParams:
         np.array([bias for _, bias in params.logit_bias], np.float64),
         stop_token_ids,
         DRAFT if keeps_distribution else PLAIN,
+        is_adjusted,
         max_top_k,
         inf if needs_full_sampling else min_length,
     )
