@@ -222,6 +222,7 @@ def _audit_sessions(scheduler: Scheduler) -> None:
     assert table._num_chains == num_chains
     assert table._num_hashes == num_chains.total()
     assert scheduler.pool._protected_hashes == num_chains.keys()
+    assert table.used_by_others <= num_chains.keys()
     for key, session in sessions.items():
         assert session.key == key and session.num_live == num_live[key] <= session.num_turns
         assert len(set(session.chain)) == len(session.chain)

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
-from forge.blocks import BlockPool
+from forge.blocks import BlockHash, BlockPool
 from forge.commit_gate import CommitGate
 from forge.config import EngineConfig
 from forge.draft_length import StepInfo
@@ -265,6 +265,16 @@ class Scheduler:
     def take_paused_sessions(self) -> list[Session]:
         """Return the open sessions that have paused since the last call, for timers."""
         return self._session_table.take_paused()
+
+    @property
+    def session_tips(self) -> Mapping[tuple[str, BlockHash], SessionKey]:
+        """Session that a request continues which names none, by tenant and last block."""
+        return self._session_table.tips
+
+    @property
+    def blocks_used_by_others(self) -> Collection[BlockHash]:
+        """Blocks of sessions on which requests without a session have started."""
+        return self._session_table.used_by_others
 
     # Planning.
 

@@ -102,10 +102,13 @@ def num_common_blocks(first: Sequence[BlockHash], second: Sequence[BlockHash]) -
 class SessionTable:
     """The open sessions, and what their turns and ends do to the cached blocks.
 
-    sessions       open sessions by key, oldest first
-    num_paused     those of them without a live request
-    max_sessions   most open sessions of one tenant
-    on_close       called with each session that has just left `sessions`
+    sessions         open sessions by key, oldest first
+    num_paused       those of them without a live request
+    max_sessions     most open sessions of one tenant
+    on_close         called with each session that has just left `sessions`
+    tips             by tenant and last block of an ended request: the key of the session that a
+                     later one opens or continues. The latest MAX_TIPS, oldest first
+    used_by_others   blocks of chains on which requests without a session have started
     """
 
     def __init__(
@@ -118,8 +121,8 @@ class SessionTable:
         self._on_close = on_close
         self._by_tenant: defaultdict[str, dict[SessionKey, Session]] = defaultdict(dict)
         self._num_chains: dict[BlockHash, int] = {}  # by hash: sessions whose chain has it
-        self._tips: OrderedDict[tuple[str, BlockHash], SessionKey] = OrderedDict()  # oldest first
-        self._used_by_others: set[BlockHash] = set()
+        self.tips: OrderedDict[tuple[str, BlockHash], SessionKey] = OrderedDict()  # oldest first
+        self.used_by_others: set[BlockHash] = set()
         self._num_hashes = 0
         self._num_requests = 0
         self._paused: dict[SessionKey, Session] = {}
@@ -171,7 +174,7 @@ class SessionTable:
         """
         if session is None:
             if hashes[-1] in self._num_chains:
-                self._used_by_others.add(hashes[-1])
+                self.used_by_others.add(hashes[-1])
         elif not session.chain:
             session.num_foreign_blocks = len(hashes)
 
@@ -262,7 +265,7 @@ class SessionTable:
     def _recognise(self, request: Request, hashes: Sequence[BlockHash]) -> Session | None:
         """Return the session whose chain the prompt begins with, the longest one, or None."""
         for index in range(len(hashes) - 1, -1, -1):
-            key = self._tips.get((request.tenant, hashes[index]))
+            key = self.tips.get((request.tenant, hashes[index]))
             if key is not None:
                 is_new = key not in self.sessions
                 session = self._open(key)
@@ -301,7 +304,7 @@ class SessionTable:
         """Cut the chain to `num_kept` blocks. Demote the others that no other chain has."""
         branch = session.chain[num_kept:]
         del session.chain[num_kept:]
-        used = (i for i, h in enumerate(branch, 1) if h in self._used_by_others)
+        used = (i for i, h in enumerate(branch, 1) if h in self.used_by_others)
         num_used = max(0, session.num_foreign_blocks - num_kept, *used) if demote else 0
         self._count(branch, -1)
         for part, is_demoted in ((branch[num_used:], demote), (branch[:num_used], False)):
@@ -339,10 +342,10 @@ class SessionTable:
                 self._num_chains[block_hash] = count
             else:
                 del self._num_chains[block_hash]
-                self._used_by_others.discard(block_hash)
+                self.used_by_others.discard(block_hash)
 
     def _add_tip(self, tip: BlockHash, key: SessionKey) -> None:
-        self._tips[key[0], tip] = key
-        self._tips.move_to_end((key[0], tip))
-        if len(self._tips) > MAX_TIPS:
-            self._tips.popitem(last=False)
+        self.tips[key[0], tip] = key
+        self.tips.move_to_end((key[0], tip))
+        if len(self.tips) > MAX_TIPS:
+            self.tips.popitem(last=False)

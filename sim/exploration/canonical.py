@@ -15,26 +15,32 @@ What is renamed, and why nothing depends on the name:
     epoch               whether it is 0, and whether a row in flight is of the current one
     plan                by its index in the ledger
     hash                its first 8 bytes: it stands for all tokens before, and is no name
+    session             by age. One that the client names has its name: a later request may give it
+    ended request       by its last block, where a request of the menu could continue it
 
 What keeps its order: waiting, running (tables, prefills and rows follow it), plans in flight, and
 free blocks in the order of allocation: empty ones are all alike, cached ones have their hashes.
+Paused sessions have the order in which they paused, and whether that was before the last plan.
 
 What is left out: statistics, events for the next plan, and the index of a sequence's last row. They
 are written to plans and metrics, and the scheduler decides nothing by them. Sequences that have
-ended are left out of plans: their results are dropped. What a sequence was served, and how often it
-was overtaken, is in the form unless the policy is one of forge.policy, which do not read it.
+ended are left out of plans: their results are dropped. Numbers that grow without end are in the form
+as far as the policy's decisions tell them apart (see `Reads`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from hashlib import blake2b
 from marshal import dumps
 from typing import Any
 
-from forge.policy import POLICIES
+from forge.blocks import BlockHash, chain_hashes, root_hash
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from forge.sequence import Sequence
+from forge.sessions import Session, SessionKey
+from forge.sim.exploration.reads import NOTHING, Reads
 from forge.sim.exploration.world import TinyWorld
 
 Form = tuple[Any, ...]
@@ -43,11 +49,13 @@ DIGEST_SIZE = 16
 
 
 class Canonicaliser:
-    """Computes canonical forms of the states of a world."""
+    """Computes canonical forms of the states of a world, under a policy that reads `reads`."""
 
-    def __init__(self, world: TinyWorld) -> None:
+    def __init__(self, world: TinyWorld, reads: Reads = NOTHING) -> None:
         self._sizes = sorted(world.sizes)
         self._kinds = world.kinds
+        self._reads = reads
+        self._continued_tips = continued_tips(world)
 
     def digest(self, scheduler: Scheduler) -> bytes:
         """Return the digest of the state's form, 16 bytes."""
@@ -57,9 +65,12 @@ class Canonicaliser:
     def form(self, scheduler: Scheduler) -> Form:
         """Return the form of the state: nested tuples of numbers and bytes."""
         pool, sequences = scheduler.pool, scheduler.sequences
-        counts = scheduler.policy not in POLICIES.values()
         indices = {seq_id: index for index, seq_id in enumerate(sequences)}
         requests = {request_id: index for index, request_id in enumerate(scheduler.requests)}
+        tips, sessions = self._tips(scheduler), scheduler.sessions
+        keys = {key: index for index, key in enumerate(sessions)}
+        for _, key in tips:
+            keys.setdefault(key, len(keys))
         block_names: dict[int, int] = {}
         blocks: list[Any] = []
         tables = []
@@ -82,15 +93,18 @@ class Canonicaliser:
         return (
             pool.num_blocks,
             scheduler.num_free_slots,
-            tuple([self._kinds[request_id] for request_id in requests]),
-            tuple(
-                [_sequence(s, requests[s.request.id], counts=counts) for s in sequences.values()]
-            ),
+            tuple([self._kinds[i % len(self._kinds)] for i in requests]),
+            tuple([self._sequence(s, requests[s.request.id], keys) for s in sequences.values()]),
+            scheduler.can_plan,
+            self._sessions(scheduler) if sessions else (),
+            tuple([(tip, keys[key]) for tip, key in tips]),
+            self._policy_state(scheduler),
             tuple([indices[s.id] for s in scheduler.waiting]),
             tuple(tables),
             tuple([indices[seq_id] for seq_id in scheduler.gate.sequences]),
             tuple(sorted([(key[:8], indices.get(i)) for key, i in in_progress.items()])),
             tuple(blocks),
+            pool.num_disposable_blocks,
             tuple([self._block(scheduler, block) for block in pool.free_blocks]),
             tuple([_plan(plan, sequences, indices) for plan in scheduler.ledger]),
         )
@@ -101,23 +115,79 @@ class Canonicaliser:
         num_lost = sum([block >= size for size in self._sizes]) if self._sizes else 0
         return (num_lost, b"" if block_hash is None else block_hash[:8])
 
+    def _sequence(self, sequence: Sequence, request: int, keys: dict[SessionKey, int]) -> Form:
+        reads, session = self._reads, sequence.session
+        return (
+            None if session is None else keys[session.key],
+            min(sequence.num_overtaken, reads.num_overtaken),
+            reads.num_served and min(sequence.num_served, reads.num_served),
+            request,
+            sequence.choice,
+            bytes(sequence.tokens[sequence.bind.prompt_len :]),
+            sequence.max_len,
+            sequence.epoch > 0,
+            sequence.num_preemptions,
+            sequence.was_retried,
+            sequence.next_prompt_logprob,
+            len(sequence.hashes),
+            sequence.num_drafts,
+            sequence.inspect_from,
+        )
 
-def _sequence(sequence: Sequence, request: int, *, counts: bool) -> Form:
-    """Return the form of a sequence, with what only a policy reads if it `counts`."""
-    return (
-        (sequence.num_overtaken, sequence.num_served) if counts else (),
-        request,
-        sequence.choice,
-        bytes(sequence.tokens[sequence.bind.prompt_len :]),
-        sequence.max_len,
-        sequence.epoch > 0,
-        sequence.num_preemptions,
-        sequence.was_retried,
-        sequence.next_prompt_logprob,
-        len(sequence.hashes),
-        sequence.num_drafts,
-        sequence.inspect_from,
-    )
+    def _sessions(self, scheduler: Scheduler) -> Form:
+        """Return the form of the open sessions."""
+        work, used = scheduler.work, scheduler.blocks_used_by_others
+        sessions = scheduler.sessions.values()
+        # One that pauses now comes after all that have paused before the last plan.
+        times = sorted({work, *[s.paused_at for s in sessions if s.is_paused]}, reverse=True)
+        return tuple([self._session(s, work, times, used) for s in sessions])
+
+    def _session(
+        self, session: Session, work: int, times: list[int], used: Collection[BlockHash]
+    ) -> Form:
+        (tenant, name), reads = session.key, self._reads
+        pause = ()
+        if session.is_paused:
+            pause = (times.index(session.paused_at), min(work - session.paused_at, reads.pause))
+        return (
+            tenant,
+            name if isinstance(name, str) else None,
+            session.num_live,
+            session.has_ended,
+            session.expected_pause_s,
+            b"".join([block_hash[:8] for block_hash in session.chain]),
+            bytes([block_hash in used for block_hash in session.chain]) if used else b"",
+            session.num_foreign_blocks,
+            pause,
+            min(session.num_turns, reads.num_turns),
+            min(session.num_tokens, reads.num_tokens),
+        )
+
+    def _tips(self, scheduler: Scheduler) -> list[tuple[bytes, SessionKey]]:
+        """Return the last blocks of ended requests that one of the menu continues, by hash."""
+        tips = scheduler.session_tips
+        return [(tip[1][:8], tips[tip]) for tip in self._continued_tips if tip in tips]
+
+    def _policy_state(self, scheduler: Scheduler) -> Form:
+        calls = scheduler.policy_calls
+        if calls.policy.update is None:
+            return ()
+        return (self._reads.state(calls.state), calls.pending_error is not None)
+
+
+def continued_tips(world: TinyWorld) -> list[tuple[str, BlockHash]]:
+    """Return tenant and hash of each full block in the prompts of requests without a session id.
+
+    They are in order of the hashes. No other tip of an ended request is ever looked up.
+    """
+    size = world.config.block_size
+    found: set[tuple[str, BlockHash]] = set()
+    for request in world.menu if world.config.max_sessions else ():
+        if not request.session_id:
+            root = root_hash(world.config.cache_namespace, request.cache_salt, size)
+            prompt = request.prompt[: len(request.prompt) // size * size]
+            found |= {(request.tenant, each) for each in chain_hashes(root, prompt, size)}
+    return sorted(found)
 
 
 def _plan(plan: StepPlan, sequences: dict[int, Sequence], indices: dict[int, int]) -> Form:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import InvalidConfig
-from forge.llm import load_policy
 from forge.policy import Policy
 from forge.sim.exploration.drawing import draw
 from forge.sim.exploration.graph import StateGraph
+from forge.sim.exploration.reads import SMALL, Reads, explored_policy
 from forge.sim.exploration.search import Report, Search
 from forge.sim.exploration.world import KINDS, TinyWorld
 
@@ -41,17 +41,12 @@ def explore_world(
     """
     if not __debug__:
         raise InvalidConfig("world", "python -O leaves out every check", "Start without -O")
-    policy = load_policy(policy_name)
-    if policy.update is not None:
-        raise InvalidConfig(
-            "policy",
-            f"{policy_name[:64]!r} learns, and what it has learned is in no state that is compared",
-            "Explore one without `update`",
-        )
-    names = {"world": describe(world), "policy": policy_name}
-    search, seconds_before = _open_search(world, policy, names, checkpoint)
+    policy, reads = explored_policy(policy_name, world)
+    names = {"world": describe(world), "policy": describe_policy(policy_name)}
+    search, seconds_before = _open_search(world, policy, reads, names, checkpoint)
     num_before = search.graph.num_states
-    print(f"world       {describe(world)}", flush=True)
+    print(f"world       {names['world']}", flush=True)
+    print(f"policy      {names['policy']}", flush=True)
     if num_before > 1:
         print(f"continued   from {num_before} states", flush=True)
     start_s = saved_s = time.perf_counter()
@@ -93,14 +88,14 @@ def explore_world(
 
 
 def _open_search(
-    world: TinyWorld, policy: Policy, names: dict[str, str], checkpoint: str | None
+    world: TinyWorld, policy: Policy, reads: Reads, names: dict[str, str], checkpoint: str | None
 ) -> tuple[Search, float]:
     """Return a new search, or the one of the checkpoint and its seconds so far.
 
     names   what a checkpoint must be of
     """
     if checkpoint is None or not Path(checkpoint).exists():
-        return Search(world, policy), 0.0
+        return Search(world, policy, reads=reads), 0.0
     graph, header = StateGraph.read(checkpoint)
     for name, value in names.items():
         if header[name] != value:
@@ -108,7 +103,7 @@ def _open_search(
                 "checkpoint", f"{checkpoint!r} is of the {name} {header[name]}", "Name another file"
             )
     try:
-        search = Search(world, policy, graph)
+        search = Search(world, policy, graph, reads)
     except ValueError as error:
         raise InvalidConfig(
             "checkpoint", f"{checkpoint!r} is of another scheduler: {error}", "Name another file"
@@ -127,6 +122,12 @@ def describe(world: TinyWorld) -> str:
         f"budget {config.max_num_batched_tokens}, depth {config.depth}, "
         f"{len(world.menu)} requests; {faults}"
     )
+
+
+def describe_policy(name: str) -> str:
+    """Return the name of a policy, with the constants that are small in a tiny world."""
+    constants = [f"{constant} = {value}" for constant, value in SMALL.get(name, {}).items()]
+    return f"{name} with {', '.join(constants)}" if constants else name
 
 
 def format_report(report: Report, seconds: float) -> str:

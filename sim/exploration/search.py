@@ -22,15 +22,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forge.policy import Policy
+from forge.policy import POLICIES, Policy
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from forge.sim.exploration.canonical import Canonicaliser
 from forge.sim.exploration.graph import StateGraph
+from forge.sim.exploration.reads import EVERYTHING, NOTHING, Reads
 from forge.sim.exploration.snapshots import Frontier, Snapshots
 from forge.sim.exploration.world import (
     ADD,
     COMMIT,
+    EXPIRE,
     GO,
     KINDS,
     SCHEDULE,
@@ -100,15 +102,25 @@ class Report(NamedTuple):
 class Search:
     """A search of one world. It may be stopped, saved as a StateGraph, and go on from there."""
 
-    def __init__(self, world: TinyWorld, policy: Policy, graph: StateGraph | None = None) -> None:
+    def __init__(
+        self,
+        world: TinyWorld,
+        policy: Policy,
+        graph: StateGraph | None = None,
+        reads: Reads | None = None,
+    ) -> None:
         """Begin a search, or continue one from its graph: its last states are made again.
+
+        reads   of the policy; without it, nothing for one of forge.policy, and else everything
 
         Raises ValueError where the graph is of another world or another scheduler.
         """
         self.world = world
         self.graph = StateGraph() if graph is None else graph
         self.reached: Counter[str] = Counter()
-        self._canonical = Canonicaliser(world)
+        if reads is None:
+            reads = NOTHING if policy in POLICIES.values() else EVERYTHING
+        self._canonical = Canonicaliser(world, reads)
         self._snapshots = Snapshots()
         self._frontier = Frontier()
         first = create_state(world, policy)
@@ -148,6 +160,8 @@ class Search:
         state = snapshots.load(snapshot)
         actions = list(possible_actions(world, state))
         is_live, can_progress = bool(state.scheduler.sequences), False
+        # Where all wait for a paused session, its expiry leads on.
+        leading_on = (SCHEDULE, COMMIT) if state.scheduler.can_plan else (SCHEDULE, COMMIT, EXPIRE)
         oldest = oldest_seq_id(state.scheduler)
         waits = []
         for action in actions:
@@ -168,7 +182,7 @@ class Search:
                 graph.add_state(key, parent, number)
                 self._frontier.push(snapshots.save(copy))
             if index != parent and action.is_progress:
-                can_progress |= action.kind in (SCHEDULE, COMMIT)
+                can_progress |= action.kind in leading_on
                 if oldest in copy.scheduler.sequences:
                     waits.append((number, index))
             self._count(action, plan)
@@ -225,10 +239,11 @@ class Search:
     def _drain_step(self, state: State, key: bytes, path: list[Action]) -> bytes:
         """Schedule, or commit where that changes nothing, and return the state's new digest.
 
-        The action is appended to `path`.
+        Where all wait for a session the oldest paused one expires. The action is appended to
+        `path`.
         """
         scheduler = state.scheduler
-        if len(scheduler.ledger) < self.world.config.depth:
+        if scheduler.can_plan and len(scheduler.ledger) < self.world.config.depth:
             path.append(Action(SCHEDULE))
             perform(self.world, state, path[-1])
             new_key = self._canonical.digest(scheduler)
@@ -236,8 +251,13 @@ class Search:
                 check(state)
                 return new_key
             path.pop()
-        num_rows = len(list(live_rows(scheduler, scheduler.ledger[0])))
-        path.append(Action(COMMIT, outcomes=(GO,) * num_rows))
+        if scheduler.can_plan or scheduler.ledger:
+            num_rows = len(list(live_rows(scheduler, scheduler.ledger[0])))
+            path.append(Action(COMMIT, outcomes=(GO,) * num_rows))
+        else:
+            paused = [i for i, s in enumerate(scheduler.sessions.values()) if s.is_paused]
+            assert paused, "all wait for a paused session, and none is paused"
+            path.append(Action(EXPIRE, paused[0]))
         perform(self.world, state, path[-1])
         check(state)
         return self._canonical.digest(scheduler)

@@ -7,6 +7,7 @@ scheduler is the one that serves. No model runs: the tokens of a step are part o
     schedule           the next plan, while fewer than `depth` are in flight
     commit go end      commit the oldest plan: its first row goes on, its second samples an end id
     abort 1            the client of the second oldest live request disconnects
+    end 0, expire 0    the client ends the oldest open session; it was paused for too long
     commit fail go     the first row of the oldest plan has no result
     void               a step fails: every plan in flight is dropped
     resize 4, reset    the pool gets another size; every block is unpublished
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from functools import cache
+from itertools import count, product
 from typing import NamedTuple
 
 from forge.config import EngineConfig
@@ -29,13 +31,15 @@ from forge.request import Delta, Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import Row, RowOutput, StepOutput, StepPlan
 from forge.sequence import GrammarMatcher
+from forge.sessions import Session
 
 END_TOKEN, TOKEN, OTHER_TOKEN = range(3)
 VOCAB_SIZE = 3
 
 ADD, SCHEDULE, COMMIT = "add", "schedule", "commit"
 ABORT, VOID, RESIZE, RESET = "abort", "void", "resize", "reset"
-KINDS = (ADD, SCHEDULE, COMMIT, ABORT, VOID, RESIZE, RESET)
+END_SESSION, EXPIRE = "end", "expire"
+KINDS = (ADD, SCHEDULE, COMMIT, ABORT, VOID, RESIZE, RESET, END_SESSION, EXPIRE)
 GO, END, FAIL = "go", "end", "fail"
 OUTPUTS = {
     GO: RowOutput((TOKEN,)),
@@ -47,11 +51,17 @@ NO_SAMPLE = RowOutput()
 FAULTS = (ABORT, FAIL, VOID, RESET)
 """Kinds of faults besides the sizes of the pool."""
 
+CLOSES = (END_SESSION, EXPIRE)
+"""Ways in which a session closes: by its client, or by a timer while it is paused."""
+
+PROGRESS = (ADD, SCHEDULE, COMMIT, *CLOSES)
+
 
 class Action(NamedTuple):
     """Something that happens to the scheduler.
 
-    number     add: kind of request; abort: of the live requests, oldest first; resize: blocks
+    number     add: kind of request; abort: of the live requests, oldest first; resize: blocks; end,
+               expire: of the open sessions, oldest first
     outcomes   commit: of each row of a live sequence: go, end or fail
     """
 
@@ -61,11 +71,11 @@ class Action(NamedTuple):
 
     @property
     def is_progress(self) -> bool:
-        """True where it is an arrival, a plan or a result: what happens in a run without faults."""
-        return self.kind in (ADD, SCHEDULE) or (self.kind == COMMIT and FAIL not in self.outcomes)
+        """True where it happens in a run without faults: an arrival, a plan, a result, a close."""
+        return self.kind in PROGRESS and FAIL not in self.outcomes
 
     def __str__(self) -> str:
-        number = str(self.number) if self.kind in (ADD, ABORT, RESIZE) else ""
+        number = str(self.number) if self.kind in (ADD, ABORT, RESIZE, *CLOSES) else ""
         return " ".join(filter(None, (self.kind, number, *self.outcomes)))
 
 
@@ -75,8 +85,11 @@ class TinyWorld(NamedTuple):
     menu     requests with ids 0, 1, ...
     kinds    of each request: the lowest id of one that is equal but for the id. Requests of one
              kind are interchangeable
-    faults   of FAULTS; none: nothing fails
+    faults   of FAULTS and CLOSES; none: nothing fails
     sizes    blocks that the pool may be resized to
+
+    The id of a request can name a recognised session. A request that arrives once more then has
+    the next free one of the ids that are equal modulo the size of the menu.
     """
 
     name: str
@@ -90,12 +103,28 @@ class TinyWorld(NamedTuple):
         """Return the world with up to `depth` plans in flight. Raises InvalidConfig."""
         return self._replace(config=replace(self.config, depth=depth))
 
-    def arriving_id(self, kind: int, scheduler: Scheduler) -> int | None:
-        """Return the lowest id of a request of the kind that is not live, or None."""
-        for request_id, other_kind in enumerate(self.kinds):
-            if other_kind == kind and request_id not in scheduler.requests:
-                return request_id
+    def kind(self, request_id: int) -> int:
+        """Return the kind of a request."""
+        return self.kinds[request_id % len(self.menu)]
+
+    def arriving_number(self, kind: int, scheduler: Scheduler) -> int | None:
+        """Return the number in the menu of the next request of the kind, or None: all are live."""
+        live = [request_id % len(self.menu) for request_id in scheduler.requests]
+        for number, other_kind in enumerate(self.kinds):
+            if other_kind == kind and number not in live:
+                return number
         return None
+
+    def create_request(self, number: int, scheduler: Scheduler) -> Request:
+        """Return the request of the menu, with an id that names no session."""
+        named = {name for _, name in (*scheduler.sessions, *scheduler.session_tips.values())}
+        request_id = next(i for i in count(number, len(self.menu)) if i not in named)
+        return _with_id(self.menu[number], request_id)
+
+
+@cache
+def _with_id(request: Request, request_id: int) -> Request:
+    return replace(request, id=request_id)
 
 
 class State(NamedTuple):
@@ -141,15 +170,22 @@ def possible_actions(world: TinyWorld, state: State) -> Iterator[Action]:
     States that are equal but for names have the same actions in the same order.
     """
     scheduler = state.scheduler
-    if scheduler.sequences and len(scheduler.ledger) < world.config.depth:
+    if scheduler.can_plan and len(scheduler.ledger) < world.config.depth:
         yield Action(SCHEDULE)
     if scheduler.ledger:
         rows = list(live_rows(scheduler, scheduler.ledger[0]))
         for outcomes in product(*[_outcomes(scheduler, row) for row in rows]):
             yield Action(COMMIT, outcomes=outcomes)
     for kind in sorted(set(world.kinds)):
-        if world.arriving_id(kind, scheduler) is not None:
+        if world.arriving_number(kind, scheduler) is not None:
             yield Action(ADD, kind)
+    # Where all wait for a paused session its timer always ends that.
+    can_expire = EXPIRE in world.faults or (scheduler.sequences and not scheduler.can_plan)
+    for index, session in enumerate(scheduler.sessions.values()):
+        if END_SESSION in world.faults and not session.has_ended:
+            yield Action(END_SESSION, index)
+        if can_expire and session.is_paused:
+            yield Action(EXPIRE, index)
     if ABORT in world.faults:
         for index in range(len(scheduler.requests)):
             yield Action(ABORT, index)
@@ -184,6 +220,7 @@ def perform(world: TinyWorld, state: State, action: Action) -> StepPlan | None:
     """
     scheduler, kind = state.scheduler, action.kind
     expected = [(s.request.id, s.choice) for s in scheduler.sequences.values()]
+    paused_before = {s.last_turn for s in scheduler.sessions.values() if s.is_paused}
     deltas: list[Delta] = []
     plan = None
     if kind == SCHEDULE:
@@ -196,9 +233,9 @@ def perform(world: TinyWorld, state: State, action: Action) -> StepPlan | None:
         oldest = scheduler.ledger[0]
         deltas = scheduler.commit(oldest, _output(scheduler, oldest, action.outcomes))
     elif kind == ADD:
-        request_id = world.arriving_id(action.number, scheduler)
-        assert request_id is not None, f"every request of kind {action.number} is live"
-        request = world.menu[request_id]
+        number = world.arriving_number(action.number, scheduler)
+        assert number is not None, f"every request of kind {action.number} is live"
+        request = world.create_request(number, scheduler)
         try:
             scheduler.add(request)
         except NeverFits:  # the pool is small now
@@ -213,8 +250,12 @@ def perform(world: TinyWorld, state: State, action: Action) -> StepPlan | None:
             scheduler.resize(action.number)
         except NeverFits:  # a live request could not finish
             return None
-    else:
+    elif kind == RESET:
         scheduler.reset_prefix_cache()
+    else:
+        _close_session(scheduler, list(scheduler.sessions.values())[action.number], kind)
+    newly_paused = {s.last_turn for s in scheduler.sessions.values() if s.is_paused} - paused_before
+    assert {s.last_turn for s in scheduler.take_paused_sessions()} == newly_paused, "timers"
     for delta in deltas:
         assert (delta.request_id, delta.choice) in expected, f"{delta} is of no open choice"
         if delta.finish is not None:
@@ -222,6 +263,17 @@ def perform(world: TinyWorld, state: State, action: Action) -> StepPlan | None:
     open_choices = [(s.request.id, s.choice) for s in scheduler.sequences.values()]
     assert expected == open_choices, f"open choices are {open_choices}, deltas leave {expected}"
     return plan
+
+
+def _close_session(scheduler: Scheduler, session: Session, kind: str) -> None:
+    was_paused = session.is_paused
+    if kind == END_SESSION:
+        assert scheduler.end_session(session.key), "an open session was not found"
+    else:
+        assert not scheduler.expire_session(session.key, session.last_turn - 1), "an old timer"
+        assert scheduler.expire_session(session.key, session.last_turn), "it has not expired"
+    is_open = scheduler.sessions.get(session.key) is session
+    assert is_open != was_paused, "a session closes when no request of it is live"
 
 
 def check(state: State) -> None:

@@ -1,7 +1,7 @@
 """The worlds that are explored: each is the smallest one in which something can go wrong.
 
-Owns their sizes and requests. Blocks have two tokens, and there are no sessions. A request is
-described by its prompt, its largest output and what else is set.
+Owns their sizes and requests. Blocks have two tokens. A request is described by its prompt, its
+largest output and what else is set.
 
     world        blocks  slots  budget  requests
     pair              4      2       3  two equal ones that do not fit together
@@ -11,7 +11,10 @@ described by its prompt, its largest output and what else is set.
     exempt            6      2       2  an urgent one that always preempts a long one; no sharing
     structure         4      2       3  one with a grammar, which is planned one commit at a time
     resize            4      2       3  two, in a pool that shrinks and grows
-    mixed             6      3       4  three, one of them with n=2, and every fault
+    sessions          4      2       4  two turns of a session, and one that shares its prefix
+    recognised        4      2       4  two that name no session, the second continues the first
+    agents            5      2       4  turns of two sessions that do not fit together
+    mixed             6      3       4  turns of a session, one of them with n=2; every fault
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dataclasses import replace
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
 from forge.request import Request, SamplingParams, Structure
-from forge.sim.exploration.world import ABORT, FAULTS, VOID, TinyWorld
+from forge.sim.exploration.world import ABORT, CLOSES, FAULTS, VOID, TinyWorld
 
 A, B = 1, 2
 BLOCK_SIZE = 2
@@ -34,9 +37,13 @@ def _request(
     n: int = 1,
     priority: int = 0,
     structure: Structure | None = None,
+    session_id: str = "",
+    session_end: bool = False,
 ) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, structure=structure)
-    return Request(request_id, prompt, params, priority)
+    return Request(
+        request_id, prompt, params, priority, session_id=session_id, session_end=session_end
+    )
 
 
 def _world(
@@ -51,7 +58,9 @@ def _world(
     return TinyWorld(name, config, menu, kinds, faults, sizes)
 
 
-def _config(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> EngineConfig:
+def _config(
+    num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int, max_sessions: int = 0
+) -> EngineConfig:
     return EngineConfig(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
@@ -59,7 +68,7 @@ def _config(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> 
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=num_blocks * BLOCK_SIZE + 1,
         depth=2,
-        max_sessions=0,
+        max_sessions=max_sessions,
     )
 
 
@@ -103,20 +112,54 @@ RESIZE = _world(
     faults=(ABORT,),
     sizes=(3, 4),
 )
+SESSIONS = _world(
+    "sessions",
+    _config(4, 2, 4, max_sessions=2),
+    (
+        _request(0, (A, B), 3, session_id="s"),
+        _request(1, (A, B, A, A, B), 2, session_id="s", session_end=True),
+        _request(2, (A, B, B), 2),
+    ),
+    faults=CLOSES,
+)
+RECOGNISED = _world(
+    "recognised",
+    _config(4, 2, 4, max_sessions=1),
+    (
+        _request(0, (A, B), 3),
+        _request(1, (A, B, A, A, B), 2),
+        _request(2, (B,), 2, session_id="s"),
+    ),
+    faults=CLOSES,
+)
+AGENTS = _world(
+    "agents",
+    _config(5, 2, 4, max_sessions=2),
+    (
+        _request(0, (A, B), 3, session_id="s"),
+        _request(1, (A, B, A, A, B), 3, session_id="s"),
+        _request(2, (A, B, B), 5, session_id="t"),
+    ),
+    faults=CLOSES,
+)
 MIXED = _world(
     "mixed",
-    _config(6, 3, 4),
+    _config(6, 3, 4, max_sessions=2),
     (
-        _request(0, (A, B, A), 3, n=2),
-        _request(1, (A, B, A, B), 4),
+        _request(0, (A, B, A), 3, n=2, session_id="s"),
+        _request(1, (A, B, A, A, B), 3, session_id="s"),
         _request(2, (A,), 6),
     ),
+    faults=(*FAULTS, *CLOSES),
     sizes=(4, 6),
 )
 
 WORLDS = {
     world.name: world
-    for world in (PAIR, LENGTHS, FORKS, PRIORITIES, EXEMPT, STRUCTURE, RESIZE, MIXED)
+    for world in (
+        *(PAIR, LENGTHS, FORKS, PRIORITIES, EXEMPT, STRUCTURE, RESIZE),
+        *(SESSIONS, RECOGNISED, AGENTS, MIXED),
+    )
 }
 """Worlds by name, with up to two plans in flight."""
 
