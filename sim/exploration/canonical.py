@@ -24,8 +24,8 @@ Paused sessions have the order in which they paused, and whether that was before
 
 What is left out: statistics, events for the next plan, and the index of a sequence's last row. They
 are written to plans and metrics, and the scheduler decides nothing by them. Sequences that have
-ended are left out of plans: their results are dropped. Numbers that grow without end are in the form
-as far as the policy's decisions tell them apart (see `Reads`).
+ended are left out of plans: their results are dropped. Of numbers that grow without end the form
+has as much as the policy's decisions depend on (see `Reads`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Canonicaliser:
         self, session: Session, work: int, times: list[int], used: Collection[BlockHash]
     ) -> Form:
         (tenant, name), reads = session.key, self._reads
-        pause = ()
+        pause: tuple[float, ...] = ()
         if session.is_paused:
             pause = (times.index(session.paused_at), min(work - session.paused_at, reads.pause))
         return (

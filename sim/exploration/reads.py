@@ -1,4 +1,4 @@
-"""Policies that can be explored, and how far their decisions tell growing numbers apart.
+"""Policies that can be explored, and how much of growing numbers their decisions depend on.
 
 Owns the bounds, and the small constants under which a policy is explored. Knows no scheduler and no
 state. Numbers that grow without end would make the states of a world endless.
@@ -7,7 +7,7 @@ state. Numbers that grow without end would make the states of a world endless.
                     0 1 2 2 2 ...      so states have min(num_overtaken, 2)
 
 Always true: two values that are alike here are alike to every decision, and stay so when both grow.
-A policy whose decisions tell all values apart is refused.
+A policy whose decisions depend on more is refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidConfig
-from forge.llm import load_policy, policy_path
+from forge.llm import load_policy
+from forge.policies import policy_path
 from forge.policy import POLICIES, Policy
 from forge.sim.exploration.world import TinyWorld
 
 
 class Reads(NamedTuple):
-    """Greatest value of each growing number that decisions tell from greater ones; inf: of any.
+    """Value of each growing number above which all values have one effect; inf: there is none.
 
     num_overtaken   of a sequence
     num_served      of a sequence: positions computed for it

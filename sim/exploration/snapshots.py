@@ -18,12 +18,23 @@ import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
+from forge.blocks import BlockPool, BlockTable
+from forge.commit_gate import CommitGate
 from forge.config import EngineConfig
 from forge.drafting import NoDrafter
+from forge.invariants import PlanAudit
 from forge.policy import Policy
+from forge.policy_calls import PolicyCalls
+from forge.prefix_cache import PrefixCache
 from forge.request import Request, SamplingParams
+from forge.scheduler import Scheduler
+from forge.seam import Bind
+from forge.sequence import Sequence
+from forge.sessions import Session, SessionTable
 from forge.sim.exploration.world import AnyTokenMatcher, State
 
 CONSTANT_TYPES = (
@@ -32,6 +43,12 @@ CONSTANT_TYPES = (
 )
 """Types whose values never change: a snapshot has an index in their place."""
 
+OBJECT_TYPES = (
+    *(Scheduler, BlockPool, PrefixCache, SessionTable),
+    *(CommitGate, PolicyCalls, PlanAudit),
+)
+DATACLASSES: tuple[type[Any], ...] = (BlockTable, Sequence, Session)
+"""Types that are saved without names of fields and of types: it takes half the time."""
 
 BATCH_SIZE = 64
 """Snapshots that are compressed together: they share most of their bytes."""
@@ -42,18 +59,40 @@ def constant(index: int) -> object:
     raise AssertionError("a snapshot was loaded without Snapshots")
 
 
+def create(index: int) -> object:
+    """Return an object without fields: `restore` sets them. Objects may refer to each other."""
+    return object.__new__(OBJECT_TYPES[index])
+
+
+def restore(value: object, state: tuple[tuple[str, ...], tuple[object, ...]]) -> None:
+    """Set the fields of an object from their names and values."""
+    vars(value).update(zip(*state, strict=True))
+
+
+def build(index: int, *values: object) -> object:
+    """Return a dataclass with these values."""
+    return DATACLASSES[index](*values)
+
+
 class Snapshots:
     """Saves states and makes copies of them. Grows by each constant that is first saved."""
 
     def __init__(self) -> None:
         self._indices: dict[int, int] = {}
         self._constants: list[object] = []
+        self._values: dict[object, object] = {}
         self._names: dict[tuple[str, str], Any] = {
             (__name__, constant.__name__): self._constants.__getitem__
         }
         self._reducers: dict[type, Callable[[Any], Any]] = dict.fromkeys(
             CONSTANT_TYPES, self._reduce
         )
+        self._reducers[Bind] = self._reduce_equal
+        self._reducers[_FieldNames] = self._reduce_equal
+        for index, kind in enumerate(OBJECT_TYPES):
+            self._reducers[kind] = _object_reducer(index)
+        for index, dataclass in enumerate(DATACLASSES):
+            self._reducers[dataclass] = _dataclass_reducer(index)
 
     def save(self, state: State) -> bytes:
         """Return the snapshot of a state."""
@@ -76,6 +115,31 @@ class Snapshots:
             index = self._indices[id(value)] = len(self._constants)
             self._constants.append(value)
         return constant, (index,)
+
+    def _reduce_equal(self, value: object) -> tuple[Callable[[int], object], tuple[int]]:
+        # Many are made, and few are different.
+        return self._reduce(self._values.setdefault(value, value))
+
+
+class _FieldNames(tuple[str, ...]):
+    """Names of the fields of an object, in their order. A constant."""
+
+
+def _object_reducer(index: int) -> Callable[[object], tuple[object, ...]]:
+    def reduce(value: object) -> tuple[object, ...]:
+        state = vars(value)
+        return create, (index,), (_FieldNames(state), tuple(state.values())), None, None, restore
+
+    return reduce
+
+
+def _dataclass_reducer(index: int) -> Callable[[object], tuple[object, ...]]:
+    get = attrgetter(*[field.name for field in fields(DATACLASSES[index])])
+
+    def reduce(value: object) -> tuple[object, ...]:
+        return build, (index, *get(value))
+
+    return reduce
 
 
 class _Loader(pickle.Unpickler):

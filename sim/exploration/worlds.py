@@ -14,7 +14,7 @@ largest output and what else is set.
     sessions          4      2       4  two turns of a session, and one that shares its prefix
     recognised        4      2       4  two that name no session, the second continues the first
     agents            5      2       4  turns of two sessions that do not fit together
-    mixed             6      3       4  turns of a session, one of them with n=2; every fault
+    mixed             6      3       4  turns of two sessions, one with n=2, and every fault
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ MIXED = _world(
     (
         _request(0, (A, B, A), 3, n=2, session_id="s"),
         _request(1, (A, B, A, A, B), 3, session_id="s"),
-        _request(2, (A,), 6),
+        _request(2, (A, B, B), 5, session_id="t"),
     ),
     faults=(*FAULTS, *CLOSES),
     sizes=(4, 6),
