@@ -57,7 +57,7 @@ class Session:
     chain               hashes of the full blocks of the last ended turn. A block may have been
                         evicted since
     num_foreign_blocks  first blocks of the chain that were cached before the session began
-    paused_at           work of the scheduler when the last live request ended
+    paused_at           work of the scheduler when the last live request ended; 0: none has ended
     expected_pause_s    seconds until the next turn, as the client expects; None: not known
     has_ended           the client has ended it: it closes when no request of it is live
     """

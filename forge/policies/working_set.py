@@ -57,7 +57,7 @@ def learn_pause(pauses: Pauses, event: PolicyEvent) -> Pauses:
     session = event.session
     if event.kind is not PolicyEventKind.ARRIVED or session is None:
         return pauses
-    if session.num_turns < 2 or session.num_live > 1:
+    if not session.paused_at or session.num_live > 1:  # a recognised one has not paused before
         return pauses
     number = min(pauses.number + 1, MAX_PAUSES)
     pause = event.work - session.paused_at

@@ -98,6 +98,7 @@ class Canonicaliser:
             scheduler.can_plan,
             self._sessions(scheduler) if sessions else (),
             tuple([(tip, keys[key]) for tip, key in tips]),
+            min(scheduler.work, self._reads.paused_at),
             self._policy_state(scheduler),
             tuple([indices[s.id] for s in scheduler.waiting]),
             tuple(tables),
@@ -160,6 +161,7 @@ class Canonicaliser:
             session.num_foreign_blocks,
             pause,
             min(session.num_turns, reads.num_turns),
+            min(session.paused_at, reads.paused_at),
             min(session.num_tokens, reads.num_tokens),
         )
 

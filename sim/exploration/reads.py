@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from math import inf
 from types import ModuleType
@@ -32,6 +33,7 @@ class Reads(NamedTuple):
     num_overtaken   of a sequence
     num_served      of a sequence: positions computed for it
     num_turns       of a session
+    paused_at       of a session: work at its last pause. Only differences of work are read besides
     num_tokens      of a session
     pause           work since a session has paused
     state           the policy's state -> the part of it that decisions read
@@ -40,13 +42,14 @@ class Reads(NamedTuple):
     num_overtaken: float = 0
     num_served: float = 0
     num_turns: float = 0
+    paused_at: float = 0
     num_tokens: float = 0
     pause: float = 0
     state: Callable[[Any], Hashable] = repr
 
 
 NOTHING = Reads()
-EVERYTHING = Reads(inf, inf, inf, inf, inf)
+EVERYTHING = Reads(inf, inf, inf, 1, inf, inf)
 """A policy that reads these numbers in full can be explored, though perhaps never completely."""
 
 SMALL = {
@@ -89,6 +92,7 @@ def explored_policy(name: str, world: TinyWorld) -> tuple[Policy, Reads]:
     return policy, EVERYTHING
 
 
+@cache
 def load_small(name: str) -> ModuleType:
     """Return the module of a shipped policy, loaded once more, with its small constants."""
     path = policy_path(name)
@@ -116,7 +120,7 @@ def _reads_of_working_set(module: ModuleType, world: TinyWorld) -> Reads:
     return Reads(
         module.MAX_OVERTAKEN,
         num_served=1,
-        num_turns=2,
+        paused_at=1,
         num_tokens=inf,
         pause=module.ABANDONED_AFTER * capacity + 1,
         state=lambda pauses: (pauses.number, min(pauses.mean, capacity + 1)),

@@ -13,7 +13,7 @@ largest output and what else is set.
     resize            4      2       3  two, in a pool that shrinks and grows
     sessions          4      2       4  two turns of a session, and one that shares its prefix
     recognised        4      2       4  two that name no session, the second continues the first
-    agents            5      2       4  turns of two sessions that do not fit together
+    agents            4      2       4  turns of two sessions that do not fit together
     mixed             6      3       4  turns of two sessions, one with n=2, and every fault
 """
 
@@ -24,7 +24,7 @@ from dataclasses import replace
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
 from forge.request import Request, SamplingParams, Structure
-from forge.sim.exploration.world import ABORT, CLOSES, FAULTS, VOID, TinyWorld
+from forge.sim.exploration.world import ABORT, CLOSES, EXPIRE, FAULTS, VOID, TinyWorld
 
 A, B = 1, 2
 BLOCK_SIZE = 2
@@ -134,13 +134,13 @@ RECOGNISED = _world(
 )
 AGENTS = _world(
     "agents",
-    _config(5, 2, 4, max_sessions=2),
+    _config(4, 2, 4, max_sessions=2),
     (
-        _request(0, (A, B), 3, session_id="s"),
-        _request(1, (A, B, A, A, B), 3, session_id="s"),
-        _request(2, (A, B, B), 5, session_id="t"),
+        _request(0, (A, B), 2, session_id="s"),
+        _request(1, (A, B, A, B), 2, session_id="s"),
+        _request(2, (B, B, A), 2, session_id="t"),
     ),
-    faults=CLOSES,
+    faults=(EXPIRE,),
 )
 MIXED = _world(
     "mixed",

@@ -382,3 +382,18 @@ def test_a_pause_is_learned_when_a_paused_session_goes_on() -> None:
     assert s.policy_calls.state == (1, s.work - paused_at) and s.work > paused_at
     s.add(turn(3, range(12)))
     assert s.policy_calls.state == (1, s.work - paused_at), "it did not pause before this turn"
+
+
+def test_no_pause_is_learned_when_a_session_is_recognised() -> None:
+    """Its first request was in no session, so when that ended is not known."""
+    policy = load_policy("working-set")
+    s = scheduler(policy=policy, blocks=60)
+    s.add(request(0, range(8), max_tokens=5))
+    tokens = s.sequences[0].tokens
+    finish(s, request(1, range(50, 70), max_tokens=1))
+    s.add(request(2, [*tokens, 1], max_tokens=1))
+    assert list(s.sessions) == [("", 0)]
+    assert s.policy_calls.state == policy.initial_state
+    finish(s)
+    s.add(request(3, [*tokens, 1, 2], max_tokens=1))
+    assert s.policy_calls.state.number == 1
