@@ -138,7 +138,7 @@ AGENTS = _world(
     (
         _request(0, (A, B), 2, session_id="s"),
         _request(1, (A, B, A, B), 2, session_id="s"),
-        _request(2, (B, B, A), 2, session_id="t"),
+        _request(2, (A, B, B), 2, session_id="t"),
     ),
     faults=(EXPIRE,),
 )
