@@ -48,6 +48,7 @@ class StateGraph:
     def __init__(self) -> None:
         self.indices: dict[bytes, int] = {}
         self.actions: dict[Action, int] = {}
+        self._actions_by_number: list[Action] = []
         self._parents = array("I")
         self._parent_actions = array("H")
         self._successors = array("I")
@@ -72,7 +73,14 @@ class StateGraph:
 
     def action_index(self, action: Action) -> int:
         """Return the number of an action, a new one where it is met first."""
-        return self.actions.setdefault(action, len(self.actions))
+        number = self.actions.setdefault(action, len(self.actions))
+        if number == len(self._actions_by_number):
+            self._actions_by_number.append(action)
+        return number
+
+    def action(self, number: int) -> Action:
+        """Return the action of that number."""
+        return self._actions_by_number[number]
 
     def end_expansion(self, waits: Sequence[tuple[int, int]]) -> None:
         """Append the successors of the next state by progress that leaves its oldest waiting.
@@ -194,6 +202,7 @@ class StateGraph:
             Action(kind, number, tuple(outcomes)): index
             for index, (kind, number, outcomes) in enumerate(header["actions"])
         }
+        graph._actions_by_number = list(graph.actions)
         return graph, header
 
     def _arrays(self) -> list[array[int]]:

@@ -49,6 +49,12 @@ from forge.sim.exploration.world import (
 STARVATION = "starvation: while others arrive, the oldest of the most urgent class never ends"
 LIVELOCK = "livelock: without arrivals and faults, a request never ends"
 
+NO_ACTION = 0xFFFF
+"""Number of the action that leads to the first state: none."""
+
+MAX_DRAINS = 100_000
+"""States of a frontier from which everything must end: one takes as long as a state to search."""
+
 PROGRESS_INTERVAL = 1000
 """States that are expanded between two calls of `on_progress`."""
 
@@ -126,7 +132,7 @@ class Search:
         first = create_state(world, policy)
         if graph is None:
             self.graph.add_state(self._canonical.digest(first.scheduler), 0, 0)
-            self._frontier.push(self._snapshots.save(first))
+            self._frontier.push(self._snapshots.save(first), NO_ACTION)
         else:
             self._rebuild_frontier(first)
 
@@ -156,8 +162,8 @@ class Search:
         graph, world, snapshots = self.graph, self.world, self._snapshots
         indices, digest = graph.indices, self._canonical.digest
         parent = graph.num_expanded
-        snapshot = self._frontier.pop()
-        state = snapshots.load(snapshot)
+        state = self._pop_state()
+        snapshot = snapshots.save(state)
         actions = list(possible_actions(world, state))
         is_live, can_progress = bool(state.scheduler.sequences), False
         # Where all wait for a paused session, its expiry leads on.
@@ -180,17 +186,28 @@ class Search:
                     return self._counterexample(parent, action, error)
                 index = graph.num_states
                 graph.add_state(key, parent, number)
-                self._frontier.push(snapshots.save(copy))
+                self._frontier.push(snapshot, number)
             if index != parent and action.is_progress:
                 can_progress |= action.kind in leading_on
                 if oldest in copy.scheduler.sequences:
                     waits.append((number, index))
             self._count(action, plan)
+            snapshots.discard(copy)
         graph.end_expansion(waits)
         if is_live and not can_progress:
             path = tuple(graph.path_to(parent))
             return Counterexample("requests are live, and no plan and no result is left", path)
         return None
+
+    def _pop_state(self, *, keep: bool = False) -> State:
+        """Return the next state of the frontier, and `keep` it there as the last one."""
+        snapshot, number = self._frontier.pop()
+        if keep:
+            self._frontier.push(snapshot, number)
+        state = self._snapshots.load(snapshot)
+        if number != NO_ACTION:
+            perform(self.world, state, self.graph.action(number))
+        return state
 
     def _counterexample(self, parent: int, action: Action, error: Exception) -> Counterexample:
         return Counterexample(describe(error), (*self.graph.path_to(parent), action))
@@ -217,13 +234,18 @@ class Search:
     def _drain_frontier(self) -> tuple[int, Counterexample | None]:
         """Check that everything ends from each state of the frontier, without arrivals or faults.
 
-        Outputs are as long as they may be. Return how many states were checked.
+        Outputs are as long as they may be. Of a larger frontier at most MAX_DRAINS states are taken,
+        at equal distances. Return how many states were checked.
         """
         drained: set[bytes] = set()
-        for index in range(self.graph.num_expanded, self.graph.num_states):
-            snapshot = self._frontier.pop()
-            self._frontier.push(snapshot)  # the search may go on later
-            state, path, seen = self._snapshots.load(snapshot), self.graph.path_to(index), set()
+        first, end = self.graph.num_expanded, self.graph.num_states
+        stride = -(-(end - first) // MAX_DRAINS) or 1
+        for index in range(first, end):
+            if (index - first) % stride:
+                self._frontier.push(*self._frontier.pop())
+                continue
+            state = self._pop_state(keep=True)  # the search may go on later
+            path, seen = self.graph.path_to(index), set[bytes]()
             key = self._canonical.digest(state.scheduler)
             while state.scheduler.sequences and key not in drained:
                 seen.add(key)
@@ -273,26 +295,27 @@ class Search:
                 if num_children[parent] > 1:
                     break
                 index = parent
-        actions = list(graph.actions)
         digests = list(graph.indices)
         snapshots = {0: self._snapshots.save(first)}
         for index in range(graph.num_states):
             if index < graph.num_expanded and not num_children[index]:
                 continue
             if index:
-                parent = graph.parent(index)
-                state = self._snapshots.load(snapshots[parent])
-                perform(self.world, state, actions[graph.action_to(index)])
+                parent, number = graph.parent(index), graph.action_to(index)
+                snapshot = snapshots[parent]
+                state = self._snapshots.load(snapshot)
+                perform(self.world, state, graph.action(number))
                 num_children[parent] -= 1
                 if not num_children[parent]:
                     del snapshots[parent]
-                snapshots[index] = self._snapshots.save(state)
             else:
-                state = first
+                state, snapshot, number = first, snapshots[0], NO_ACTION
             if self._canonical.digest(state.scheduler) != digests[index]:
                 raise ValueError(f"state {index} is another one now")
             if index >= graph.num_expanded:
-                self._frontier.push(snapshots.pop(index))
+                self._frontier.push(snapshot, number)
+            elif index:
+                snapshots[index] = self._snapshots.save(state)
 
 
 def oldest_seq_id(scheduler: Scheduler) -> int | None:

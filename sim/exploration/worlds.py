@@ -14,6 +14,7 @@ largest output and what else is set.
     sessions          4      2       4  two turns of a session, and one that shares its prefix
     recognised        4      2       4  two that name no session, the second continues the first
     agents            4      2       4  turns of two sessions that do not fit together
+    crowded           3      2       4  turns of three sessions, of which two may be open
     mixed             6      3       4  turns of two sessions, one with n=2, and every fault
 """
 
@@ -142,6 +143,16 @@ AGENTS = _world(
     ),
     faults=(EXPIRE,),
 )
+CROWDED = _world(
+    "crowded",
+    _config(3, 2, 4, max_sessions=2),
+    (
+        _request(0, (A, B), 1, session_id="s"),
+        _request(1, (B, A), 1, session_id="t"),
+        _request(2, (B, B), 1, session_id="u"),
+    ),
+    faults=(),
+)
 MIXED = _world(
     "mixed",
     _config(6, 3, 4, max_sessions=2),
@@ -158,7 +169,7 @@ WORLDS = {
     world.name: world
     for world in (
         *(PAIR, LENGTHS, FORKS, PRIORITIES, EXEMPT, STRUCTURE, RESIZE),
-        *(SESSIONS, RECOGNISED, AGENTS, MIXED),
+        *(SESSIONS, RECOGNISED, AGENTS, CROWDED, MIXED),
     )
 }
 """Worlds by name, with up to two plans in flight."""

