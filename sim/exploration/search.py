@@ -234,8 +234,8 @@ class Search:
     def _drain_frontier(self) -> tuple[int, Counterexample | None]:
         """Check that everything ends from each state of the frontier, without arrivals or faults.
 
-        Outputs are as long as they may be. Of a larger frontier at most MAX_DRAINS states are taken,
-        at equal distances. Return how many states were checked.
+        Outputs are as long as they may be. Of a larger frontier at most MAX_DRAINS states are
+        taken, at equal distances. Return how many states were checked.
         """
         drained: set[bytes] = set()
         first, end = self.graph.num_expanded, self.graph.num_states

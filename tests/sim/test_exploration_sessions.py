@@ -325,6 +325,7 @@ def test_a_wait_that_outlives_the_session_is_found(monkeypatch: pytest.MonkeyPat
     report = Search(find_world("agents", 1), WAITS_FOR_S, reads=NOTHING).run(5000)
     assert report.counterexample is not None
     assert report.counterexample.error == "requests are live, and no plan and no result is left"
+    assert tuple(path_of(report)) == (*TURN, "add 2", "schedule", "expire 0")
 
 
 # States that are merged.
@@ -361,7 +362,8 @@ def met_twice(
         *(("sessions", 6, "working-set"), ("recognised", 6, "working-set")),
         *(("mixed", 6, "fcfs"), ("mixed", 6, "working-set")),
         *(
-            pytest.param(name, 150, policy, marks=pytest.mark.long)
+            pytest.param(name, num_walks, policy, marks=mark)
+            for num_walks, mark in ((30, pytest.mark.long), (300, pytest.mark.soak))
             for name in ("sessions", "recognised", "agents", "crowded", "mixed")
             for policy in SESSION_POLICIES
         ),
