@@ -366,6 +366,19 @@ def test_a_request_that_continues_another_one_is_recognised() -> None:
     assert list(s.sessions) == [("", 5)] and session.num_turns == 3
 
 
+def test_the_scheduler_lists_what_later_requests_can_continue_and_what_others_have_used() -> None:
+    s = scheduler()
+    finish(s, request(5, range(6), max_tokens=4))
+    (tenant, tip), key = next(iter(s.session_tips.items()))
+    assert (tenant, key) == ("", ("", 5)) and s.pool.lookup([tip])
+    finish(s, turn(6, range(20, 32)))
+    assert not s.blocks_used_by_others
+    finish(s, request(7, [*range(20, 28), 1], max_tokens=1))
+    assert list(s.blocks_used_by_others) == s.sessions["", "a"].chain[1:2]
+    s.end_session(("", "a"))
+    assert not s.blocks_used_by_others
+
+
 def test_a_request_with_the_same_beginning_alone_is_not_recognised() -> None:
     s = scheduler()
     finish(s, request(5, range(12), max_tokens=2))
