@@ -23,6 +23,7 @@ from forge.scheduler import Scheduler
 from forge.seam import Row, RowOutput, StepOutput, StepPlan
 from forge.sequence import Sequence
 from forge.sessions import Session, SessionTable
+from forge.sim.exploration import search as search_module
 from forge.sim.exploration.canonical import Canonicaliser
 from forge.sim.exploration.drawing import draw
 from forge.sim.exploration.graph import StateGraph
@@ -583,6 +584,19 @@ def test_a_search_that_is_continued_from_a_file_finds_the_same(tmp_path: Path) -
     assert continued.graph.indices == whole.graph.indices
     last = whole.graph.num_states - 1
     assert continued.graph.path_to(last) == whole.graph.path_to(last)
+
+
+def test_of_a_large_frontier_some_states_are_drained_and_all_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = find_world("exempt", 2)
+    whole, search = Search(world, FCFS), Search(world, FCFS)
+    whole.run(10_000)
+    num_drained = search.run(300).num_drained
+    monkeypatch.setattr(search_module, "MAX_DRAINS", 3)
+    assert 0 < search.run(301).num_drained < num_drained
+    assert search.run(10_000).is_complete
+    assert list(search.graph.indices) == list(whole.graph.indices)
 
 
 def test_a_graph_of_another_scheduler_is_refused() -> None:
