@@ -192,8 +192,11 @@ def test_a_signal_ends_the_server_and_leaves_nothing(
     process.send_signal(signal.SIGTERM)
     printed, complained = process.communicate(timeout=60)
     assert (process.returncode, printed) == (0, "")
+    # On a busy machine torch may take longer to unload than the server waits for the engine.
     assert re.fullmatch(
-        r"INFO forge.start: loading weights: 0.0 GiB in \S+ s\n", unexpected_log(complained)
+        r"INFO forge.start: loading weights: 0.0 GiB in \S+ s\n"
+        r"(WARNING forge.engine: the engine did not end within 10 s and is killed\n)?",
+        unexpected_log(complained),
     )
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=60)
