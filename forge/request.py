@@ -209,7 +209,7 @@ class SamplingParams:
 
     n                    choices; each draws with its own noise, choice 0 as if it were alone
     temperature          0 to 2; under 1e-5 is greedy (ties go to the lower id)
-    top_k                keep the k most likely; 0 or -1 keeps all
+    top_k                keep the k most likely; 0 or -1 keeps all, 1 is greedy
     top_p                keep the smallest set of most likely tokens with this mass
     min_p                keep tokens at least this fraction as likely as the most likely
     repetition_penalty   divides positive and multiplies negative logits of any token seen

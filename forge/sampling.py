@@ -170,18 +170,20 @@ def logit_gaps(logits: Sequence[float], temperature: float) -> list[int]:
     """Return how far each logit is below the largest, after temperature, in steps of 2^-15.
 
     IMPOSSIBLE for -inf, and at most MAX_GAP for any other. The arithmetic is in single precision:
-    a difference, a product with 1 / T, and then the integer part. A logit beyond its range counts
-    as infinite.
+    the logits, a difference, a product with 1 / T, and then the integer part. A finite logit beyond
+    the range of single precision counts as the last number within.
     """
     singles = array("f", logits)  # rounds to single precision
+    if inf in singles or -inf in singles:
+        singles = array("f", [max(-_MAX_SINGLE, min(x, _MAX_SINGLE)) for x in logits])
     top = max(singles)
     (scale,) = array("f", [1.0 / temperature])
-    differences = array("f", [min(top - x, _MAX_SINGLE) if x < top else 0.0 for x in singles])
+    differences = array("f", [min(top - x, _MAX_SINGLE) for x in singles])
     # 32 is beyond MAX_GAP. The product of two singles is exact here, so it is rounded once.
     scaled = array("f", [min(difference * scale, 32.0) for difference in differences])
     return [
         IMPOSSIBLE if x == -inf else min(int(gap * GAP_STEPS), MAX_GAP)
-        for x, gap in zip(singles, scaled, strict=True)
+        for x, gap in zip(logits, scaled, strict=True)
     ]
 
 
@@ -243,8 +245,9 @@ def draw_token(kept: Iterable[TokenLogit], key: int) -> int:
 
 
 def probabilities(kept: Sequence[TokenLogit]) -> dict[int, float]:
-    """Return softmax(logit) of `kept`, most likely first; every other token has 0."""
-    weights = [exp(c.logit - kept[0].logit) for c in kept]
+    """Return softmax(logit) of `kept`, in its order; every other token has 0."""
+    top = max(c.logit for c in kept)
+    weights = [exp(c.logit - top) for c in kept]
     total = sum(weights)
     return {c.token: weight / total for c, weight in zip(kept, weights, strict=True)}
 

@@ -27,6 +27,7 @@ from forge.sampling import (
     logit_gaps,
     min_p_gap,
     mix,
+    probabilities,
     process_logits,
     sample_token,
     token_logprob,
@@ -301,8 +302,22 @@ def test_a_logit_far_below_the_largest_has_the_largest_gap(depth: float) -> None
     assert logit_gaps([3e38, 3e38 - 2 * depth], 1e-5)[0] == 0
 
 
-def test_a_logit_beyond_single_precision_is_the_largest_or_impossible() -> None:
-    assert logit_gaps([1e300, 0.0, 2e300, -1e300], 1.0) == [0, MAX_GAP, 0, IMPOSSIBLE]
+def test_a_logit_beyond_single_precision_is_the_last_number_within() -> None:
+    assert logit_gaps([1e300, 0.0, 2e300, -1e300], 1.0) == [0, MAX_GAP, 0, MAX_GAP]
+    assert logit_gaps([-inf, -1e300, -2e300], 1.0) == [IMPOSSIBLE, 0, 0]
+
+
+def test_the_only_allowed_token_is_drawn_whatever_its_penalty_makes_of_its_logit() -> None:
+    least = -3.3895313892515355e38  # of bfloat16: what some models mask with
+    params = SamplingParams(allowed_token_ids=(1,), repetition_penalty=1.5, top_k=2, top_p=0.9)
+    adjusted = process_logits([0.0, least, 1.0], params, [1], [], ())
+    assert sample_token(adjusted, params, seed=3, position=5) == 1
+
+
+def test_probabilities_are_those_of_equals_far_from_zero() -> None:
+    """A step is less than the distance of two such numbers after temperature."""
+    kept = filter_logits([2e5, 2e5 + 2**-7], SamplingParams(temperature=1e-5))
+    assert probabilities(kept)[1] == 1.0
 
 
 def test_weights_are_those_of_the_exponential() -> None:

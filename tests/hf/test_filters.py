@@ -17,7 +17,14 @@ import pytest
 
 from forge import sampling
 from forge.request import SamplingParams
-from forge.sampling import IMPOSSIBLE, MAX_GAP, filter_logits, gap_weight, logit_gaps
+from forge.sampling import (
+    GAP_STEPS,
+    IMPOSSIBLE,
+    MAX_GAP,
+    filter_logits,
+    gap_weight,
+    logit_gaps,
+)
 from forge.seam import Bind
 
 torch = pytest.importorskip("torch")
@@ -81,12 +88,16 @@ def some_params(rng: Random, vocab_size: int) -> SamplingParams:
 
 
 def edge_params(rng: Random, logits: list[float]) -> SamplingParams:
-    """Return a top-p that a number of tokens reaches exactly, or misses by a rounding error."""
+    """Return a top-p that a number of tokens reaches exactly, or misses by a rounding error.
+
+    In half of the cases it is a part of what top-k leaves.
+    """
     gaps = sorted(logit_gaps(logits, 1.0))
-    masses = list(accumulate(map(gap_weight, gaps)))
-    edge = rng.choice((len(gaps) // 2, rng.randint(1, len(gaps)))) - 1
+    top_k = rng.choice((0, rng.randint(2, len(gaps) + 1)))
+    masses = list(accumulate(map(gap_weight, gaps[: top_k or None])))
+    edge = rng.choice((len(masses) // 2, rng.randint(1, len(masses)))) - 1
     top_p = masses[edge] / masses[-1] * rng.choice((1.0, 1.0 - 1e-12, 1.0 + 1e-12))
-    return SamplingParams(top_p=min(max(top_p, 1e-9), 1.0))
+    return SamplingParams(top_k=top_k, top_p=min(max(top_p, 1e-9), 1.0))
 
 
 def build_numbers(params: list[SamplingParams], vocab_size: int) -> Any:
@@ -130,8 +141,8 @@ def test_gaps_are_those_of_the_normative_arithmetic() -> None:
 
 
 def test_logits_in_double_precision_have_the_gaps_of_the_normative_arithmetic() -> None:
-    logits = [1.0, 1.0 - 1e-9, 3e38, -3e38, 0.1 + 2**-30, -inf, 1e300]
-    for row in (logits, logits[:6], logits[:2] + logits[4:6]):
+    logits = [1.0, 1.0 - 1e-9, 3e38, -3e38, 0.1 + 2**-30, -inf, 1e300, -1e300]
+    for row in (logits, logits[:6], logits[:2] + logits[4:], [-1e300, -2e300, -inf]):
         gaps = compute_gaps(
             torch.tensor([row], dtype=torch.float64), torch.tensor([1 / 0.7], dtype=torch.float64)
         )
@@ -200,6 +211,49 @@ def count_differences(
     return int(((kept != expected) & (all_gaps <= MAX_GAP)).any(1).sum())
 
 
+def count_cuts_beyond_top_k(device: str) -> int:
+    """Return 1 where the kernels cut a row wrongly whose mass ends just before the k-th token.
+
+    The bins of the second search are aligned to its first gap, and its end is within one of them.
+    """
+    kernels = pytest.importorskip("forge.models.hf.sampling.filters_triton")
+    offsets = "0 295 305 330 346 374 549 585 641 661 722 742 761 802 876 886 919 1004 1054 1085"
+    later = "1120 1184 1583 1642 1932"
+    gaps = [0, *(476_744 + int(offset) for offset in f"{offsets} {later}".split())]
+    x = torch.tensor([[-(gap + 0.5) / GAP_STEPS if gap else 0.0 for gap in gaps]])
+    weights = [gap_weight(gap) for gap in logit_gaps(x[0].tolist(), 1.0)]
+    top_k, num_kept = 24, 8
+    limit = (sum(weights[: num_kept - 1]) + 0.3 * weights[num_kept - 1]) / sum(weights[:top_k])
+    params = [SamplingParams(top_k=top_k, top_p=limit)]
+    numbers = build_numbers(params, len(gaps)).to(device)
+    _, cut_gaps, tokens = kernels.find_cuts_cuda(
+        x.to(device), torch.arange(1, device=device), numbers, has_order=True, has_top_p=True
+    )
+    found = kept_tokens(x.to(device), numbers, Cuts(cut_gaps, tokens))
+    return int(found != expected_tokens(x, params))
+
+
+def count_differences_at_the_range(device: str) -> int:
+    """Return how many rows of float64 logits beyond single precision are sampled otherwise."""
+    kernels = pytest.importorskip("forge.models.hf.sampling.filters_triton")
+    rows = [[-inf, -1e300, -inf], [-1e300, -2e300, -inf], [1e300, 0.0, -1e300], [-1e39, 0.0, 3e38]]
+    x = torch.tensor(rows, dtype=torch.float64)
+    params = [SamplingParams(top_k=2, top_p=0.9)] * len(rows)
+    order = torch.arange(len(rows), device=device)
+    tokens, _ = kernels.filtered_sample_cuda(
+        x.to(device),
+        order,
+        build_numbers(params, 3).to(device),
+        order,
+        order,
+        order,
+        has_order=True,
+        has_top_p=True,
+    )
+    drawn = [sampling.sample_token(row, params[0], at, at) for at, row in enumerate(rows)]
+    return sum(token != other for token, other in zip(tokens.tolist(), drawn, strict=True))
+
+
 def count_other_samples(device: str, vocab_size: int, num_rows: int) -> int:
     """Return how many rows have another token or error than in the normative arithmetic."""
     kernels = pytest.importorskip("forge.models.hf.sampling.filters_triton")
@@ -251,6 +305,8 @@ CASES: dict[str, Callable[[str], int]] = {
     "cuts of one token": partial(
         count_differences, vocab_size=1, num_rows=6, num_passes=3, shape="gauss", tile=64
     ),
+    "cuts beyond top-k": count_cuts_beyond_top_k,
+    "samples of float64": count_differences_at_the_range,
     "samples": partial(count_other_samples, vocab_size=65, num_rows=24),
 }
 """Each a number of rows that differ, which has to be 0. Without passes `finish` does all."""
@@ -287,6 +343,12 @@ def test_compiled_kernels_cut_where_plain_torch_does(
 ) -> None:
     num_rows = 16 if vocab_size > 1000 else 512
     assert count_differences("cuda", vocab_size, num_rows, num_passes, shape) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [count_cuts_beyond_top_k, count_differences_at_the_range])
+def test_compiled_kernels_agree_at_edges(count: Callable[[str], int]) -> None:
+    assert count("cuda") == 0
 
 
 @pytest.mark.gpu

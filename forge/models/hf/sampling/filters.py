@@ -5,8 +5,7 @@ finds the same cuts without an order of the vocabulary.
 
     token    0    1    2    3    4        gaps to the largest logit, in steps of 2^-15
     gap      0   90   40   90   90        in order of (gap, token): 0 2 1 3 4
-    kept     x         x    .    .        top_k 3: the cut is (90, 1)
-                  x
+    kept     x    x    x    .    .        top_k 3: the cut is (90, 1)
 
 Always true: a cut is a gap and a token. Kept are the tokens with a smaller gap, and those with this
 gap up to this token. All numbers are integers, so the order of a sum does not matter.
@@ -21,6 +20,8 @@ import torch
 from torch import Tensor
 
 from forge.sampling import EXP2_COEFFICIENTS, GAP_STEPS, IMPOSSIBLE, LOG2_E, MAX_GAP
+
+MAX_SINGLE = torch.finfo(torch.float32).max
 
 MAX_TOPK = 1024
 """Leading tokens up to which torch.topk selects them; for more the vocabulary is sorted."""
@@ -58,12 +59,12 @@ def compute_gaps(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
     logits                [n, V] any float dtype
     inverse_temperature   [n] float64
     """
-    singles = logits.float()
+    singles = logits.float().clamp(-MAX_SINGLE, MAX_SINGLE)
     top = singles.amax(1, keepdim=True)
-    differences = torch.where(singles < top, top - singles, 0.0)
+    differences = torch.where(singles < top, top - singles, 0.0)  # NaN: the row fails
     gaps = differences.mul_(inverse_temperature.float()[:, None]).clamp_(max=32.0)
     steps = gaps.mul_(GAP_STEPS).long().clamp_(max=MAX_GAP)
-    return torch.where(singles > -inf, steps, IMPOSSIBLE)
+    return torch.where(logits > -inf, steps, IMPOSSIBLE)
 
 
 def gap_weights(gaps: Tensor) -> Tensor:
@@ -81,8 +82,8 @@ def find_cuts(gaps: Tensor, params: FilterParams, max_top_k: int) -> Cuts:
     """Return where the filters of each row end.
 
     gaps        [n, V] int64
-    max_top_k   most leading tokens whose order a row's filter needs; 0 where min-p is the only
-                filter of every row
+    max_top_k   leading tokens whose order is enough for every row; V for a row that has neither
+                top-k nor top-p. 0 where no row has one
     """
     size = gaps.shape[1]
     cut_gaps, cut_tokens = torch.full_like(gaps[:, 0], MAX_GAP), torch.full_like(gaps[:, 0], size)

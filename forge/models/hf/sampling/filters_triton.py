@@ -5,15 +5,16 @@ are those of filters.py, integer for integer.
 
     gaps of a row     0 ─────────────── 8 ──────────────────────────── MAX_GAP
     pass 1            [ 255 bins of 4096 steps: how many tokens, and at most and least what mass ]
-    pass 2                  [ 255 bins of 64 ]         around the bin where the cut is
-    pass 3                     [ 255 bins of 1 ]       one gap a bin: counts give exact masses
+    pass 2                  [ bins of 32 or more ]     around the bins that may hold the cut
+    pass 3                     [ bins of 1 ]           one gap a bin: counts give exact masses
     cut                            └── gap, and the last token of those with this gap
 
-A pass counts the gaps of every tile of every row, and then `narrow` chooses the bins that may hold
-the cut. top-k needs counts alone and three passes. For top-p the mass within a bin has bounds; the
-masses before, below the middle of, and within the bins of the last choice are exact. So each pass
-leaves one bin or at most half of the bins. The first passes use all of the GPU; `finish` is a loop
-of one program for each row that needs more of them.
+A pass counts the gaps of every tile of every row, and then `narrow_row` chooses the bins that may
+hold the cut. top-k needs counts alone and three passes. For top-p the mass within a bin has bounds;
+the masses before, below the middle of, and within the chosen bins are exact. A choice of one bin
+leaves a span of one; of more bins the next choice is on one side of their middle. So a search ends.
+The first passes use all of the GPU; `finish_search` is a loop of one program for each row that
+needs more of them.
 
 Always true: arithmetic is that of forge.sampling, in integers and single precision without fused
 operations. Scores and ties are those of gumbel.py.
@@ -40,7 +41,7 @@ _NUM_USED_BINS = tl.constexpr(255)
 """The last bin counts the gaps that are outside."""
 
 _NUM_STATE = 8
-"""Fields of a row's search: stage, first, end, middle, count, mass, cut, ties."""
+"""Fields of a row's search: stage, first, end, middle, num_before, min_mass, cut, num_ties."""
 
 _DONE, _TOP_K, _TOP_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NUM_PASSES = 3
@@ -51,13 +52,26 @@ _MAX_GAP, _IMPOSSIBLE = tl.constexpr(MAX_GAP), tl.constexpr(IMPOSSIBLE)
 _GAP_STEPS, _LOG2_E = tl.constexpr(float(GAP_STEPS)), tl.constexpr(LOG2_E)
 _C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2_COEFFICIENTS)
 _ALL = tl.constexpr(2**31 - 1)
+"""Ties that are kept where all are."""
+
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+_MAX_SINGLE = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-def _gap(x: tl.tensor, top: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return forge.sampling.logit_gaps, int32. x, top and scale are float32."""
+def _single(raw: tl.tensor) -> tl.tensor:
+    """Return the logits in single precision, and within its range."""
+    return tl.minimum(tl.maximum(raw.to(tl.float32), -_MAX_SINGLE), _MAX_SINGLE)
+
+
+single = triton.jit(_single)
+
+
+def _gap(raw: tl.tensor, top: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Return forge.sampling.logit_gaps, int32. top and scale are float32."""
+    x = single(raw)
     difference = tl.where(x < top, top - x, 0.0)
     steps = (tl.minimum(difference * scale, 32.0) * _GAP_STEPS).to(tl.int32)
-    return tl.where(x > -float("inf"), tl.minimum(steps, _MAX_GAP), _IMPOSSIBLE)
+    return tl.where(raw > -float("inf"), tl.minimum(steps, _MAX_GAP), _IMPOSSIBLE)
 
 
 def _weight(gap: tl.tensor) -> tl.tensor:
@@ -88,8 +102,8 @@ def _load_gaps(
     logits: tl.tensor, tokens: tl.tensor, vocab_size: tl.tensor, top: tl.tensor, scale: tl.tensor
 ) -> tl.tensor:
     """Return the gaps of tokens of a row; IMPOSSIBLE beyond the vocabulary."""
-    x = tl.load(logits + tokens, mask=tokens < vocab_size, other=-float("inf"))
-    return _gap_jit(x.to(tl.float32), top, scale)
+    raw = tl.load(logits + tokens, mask=tokens < vocab_size, other=-float("inf"))
+    return _gap_jit(raw, top, scale)
 
 
 _load_gaps_jit = triton.jit(_load_gaps)
@@ -152,7 +166,8 @@ def _narrow(
     most_sums, least_sums = tl.cumsum(most, 0), tl.cumsum(least, 0)
     upper = tl.minimum(mass_before + most_sums, mass_end - (tl.sum(least, 0) - least_sums))
     lower = tl.maximum(mass_before + least_sums, mass_end - (tl.sum(most, 0) - most_sums))
-    last_low = ((middle - first) >> shift) - 1
+    # The middle is within a bin where that is the last one, which then ends at it.
+    last_low = ((middle - first + (1 << shift) - 1) >> shift) - 1
     mass_middle = mass_before + mass_low
     upper = tl.where(bins <= last_low, tl.minimum(upper, mass_middle), upper)
     lower = tl.where(bins >= last_low, tl.maximum(lower, mass_middle), lower)
@@ -212,8 +227,8 @@ def _max_tile(
     row, tile = tl.program_id(0), tl.program_id(1)
     tokens = tile * TILE + tl.arange(0, TILE)
     start = logits + tl.load(rows + row) * row_stride
-    x = tl.load(start + tokens, mask=tokens < vocab_size, other=-float("inf")).to(tl.float32)
-    top = tl.max(tl.where(x == x, x, -float("inf")), 0)
+    x = tl.load(start + tokens, mask=tokens < vocab_size, other=-float("inf"))
+    top = tl.max(single(tl.where(x == x, x, -float("inf"))), 0)
     tl.store(tile_tops + row * tl.num_programs(1) + tile, top)
 
 
@@ -280,13 +295,12 @@ def _count_tile(
         tl.store(tile_counts + index * _BINS + tl.arange(0, _BINS), tl.histogram(bins, _BINS))
         if tl.load(numbers + row * NUM_NUMBERS + 3) < 1.0:
             weight = _weight_jit(gap)
-            half = middle.to(tl.int32)
             before = _sum_where_jit(gap < low, weight)
-            through_low = _sum_where_jit(gap < half, weight)
+            through_low = _sum_where_jit(gap < middle.to(tl.int32), weight)
             through_high = _sum_where_jit(gap < high, weight)
-            tl.store(tile_masses + index * 4, before)
-            tl.store(tile_masses + index * 4 + 1, through_low - before)
-            tl.store(tile_masses + index * 4 + 2, through_high - through_low)
+            tl.store(tile_masses + index * 3, before)
+            tl.store(tile_masses + index * 3 + 1, through_low - before)
+            tl.store(tile_masses + index * 3 + 2, through_high - through_low)
 
 
 def _narrow_row(
@@ -312,7 +326,7 @@ def _narrow_row(
         counts = tl.sum(cells, 0).to(tl.int64)
         top_p = tl.load(numbers + row * NUM_NUMBERS + 3)
         # Without top-p the masses were not written, and nothing depends on them.
-        masses = tile_masses + index * 4
+        masses = tile_masses + index * 3
         before = tl.sum(tl.load(masses, mask=tile_mask, other=0), 0)
         low = tl.sum(tl.load(masses + 1, mask=tile_mask, other=0), 0)
         high = tl.sum(tl.load(masses + 2, mask=tile_mask, other=0), 0)
@@ -465,7 +479,6 @@ def _write_cut(
         is_tie = (gap == cut).to(tl.int32)
         found = (tl.cumsum(is_tie, 0) == rank) & (is_tie == 1)
         token = tl.min(tl.where(found, tokens, vocab_size), 0).to(tl.int64)
-        token = tl.where(num_kept == 0, -1, token)
     tl.store(cut_gaps + row, tl.minimum(cut, max_gap))
     tl.store(cut_tokens + row, token)
 
@@ -495,7 +508,7 @@ def _score_kept(
     raw = tl.load(start + tokens, mask=token_mask, other=-float("inf"))
     inverse_temperature = tl.load(numbers + row * NUM_NUMBERS)
     noise_scale = tl.load(numbers + row * NUM_NUMBERS + 1)
-    gap = _gap_jit(raw.to(tl.float32), tl.load(tops + row), inverse_temperature.to(tl.float32))
+    gap = _gap_jit(raw, tl.load(tops + row), inverse_temperature.to(tl.float32))
     cut = tl.load(cut_gaps + row)
     kept = (gap < cut) | ((gap == cut) & (tokens <= tl.load(cut_tokens + row)))
     x = raw.to(tl.float64)
@@ -513,7 +526,7 @@ def _score_kept(
         score = score - tl.log(-tl.log(uniform))
     score = tl.where(x == float("inf"), float("inf"), score)
     best_score = tl.max(score, 0)
-    token = tl.min(tl.where((score == best_score) & token_mask, tokens, _ALL), 0)
+    token = tl.min(tl.where((score == best_score) & token_mask, tokens, _NO_TOKEN), 0)
     index = row * tl.num_programs(1) + tile
     tl.store(best + index, tl.where(has_nan > 0, float("nan"), best_score))
     tl.store(best_token + index, token)
@@ -542,7 +555,7 @@ def find_cuts_cuda(
     numbers     [n, 5] float64; fields of SamplingNumbers
     has_order   some row has top-k or top-p
     has_top_p   some row has top-p
-    num_passes  3, or more where a row has top-p: `finish` does what is left
+    num_passes  3, or more where a row has top-p: `finish_search` does what is left
 
     The launches depend on the two flags alone. Nothing waits for the device.
     """
@@ -557,7 +570,7 @@ def find_cuts_cuda(
     cut_gaps = torch.empty(num_rows, dtype=torch.int64, device=device)
     cut_tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     tile_counts = torch.empty(num_rows, tiles, _BINS.value, dtype=torch.int32, device=device)
-    tile_masses = torch.empty(num_rows, tiles, 4, dtype=torch.int64, device=device)
+    tile_masses = torch.empty(num_rows, tiles, 3, dtype=torch.int64, device=device)
     tile_ties = tile_counts.view(-1)[: num_rows * tiles]
     padded = triton.next_power_of_2(tiles)
     stride = logits.stride(0)

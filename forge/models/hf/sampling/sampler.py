@@ -9,10 +9,11 @@ no model. Rows that need only seed and temperature are sampled by gumbel.py from
       │                                                         tokens ◄─ argmax ─ + noise ◄─┘
       └─ NaN, +inf, all -inf, nothing allowed ─► status
 
-Rows are sampled in chunks that fit into memory. One upload holds a chunk's parameters. The order of
-operations, the ties and the noise are those of forge.sampling, in float64. In a chunk with random
-rows a greedy row has scale 1 and noise times 0. A chunk of greedy rows alone has no filters and no
-noise.
+On CUDA, rows that have filters alone are sampled by filters_triton.py from the logits as they are.
+The others are sampled in chunks that fit into memory. One upload holds a chunk's parameters. The
+order of operations, the ties and the noise are those of forge.sampling, in float64. In a chunk with
+random rows a greedy row has scale 1 and noise times 0. A chunk of greedy rows alone has no filters
+and no noise.
 Always true: nothing here waits for a CUDA device.
 """
 
