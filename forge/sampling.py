@@ -188,9 +188,10 @@ def logit_gaps(logits: Sequence[float], temperature: float) -> list[int]:
 
 
 def gap_weight(gap: int) -> int:
-    """Return 2^32 * exp(-gap / 2^15) as an integer, within 1e-7 of 2^32; 0 beyond a gap of 22.2.
+    """Return 2^32 * exp(-gap / 2^15) as an integer, with an error of at most 300.
 
-    Integer arithmetic, so that every device has the same weights. Never rises with the gap.
+    It is 0 where the logit is 22.2 or more below the largest, and never rises with the gap. Integer
+    arithmetic, so that every device has the same weights.
     """
     exponent = (gap << 11) * LOG2_E >> 32  # base 2, with 25 fractional bits
     fraction = (exponent & (1 << 25) - 1) << 7

@@ -110,7 +110,7 @@ def build_numbers(params: list[SamplingParams], vocab_size: int) -> Any:
 def eager_cuts(logits: Any, numbers: Any, max_top_k: int) -> Cuts:
     """Return the cuts that plain torch finds."""
     gaps = compute_gaps(logits, numbers[:, 0])
-    params = FilterParams(numbers[:, 0], numbers[:, 2], numbers[:, 3], numbers[:, 4])
+    params = FilterParams(numbers[:, 2], numbers[:, 3], numbers[:, 4])
     return find_cuts(gaps, params, max_top_k)
 
 

@@ -28,15 +28,13 @@ MAX_TOPK = 1024
 
 
 class FilterParams(NamedTuple):
-    """Filters of n rows, on the device.
+    """Filters of n rows after temperature, on the device.
 
-    inverse_temperature   [n] float64; 1 / T
-    top_k                 [n] float64; most tokens kept; the size of the vocabulary keeps all
-    top_p                 [n] float64; mass of the tokens that top-k left; 1 keeps all
-    max_gap               [n] float64; largest gap that min-p keeps
+    top_k     [n] float64; most tokens kept; the size of the vocabulary keeps all
+    top_p     [n] float64; mass of the tokens that top-k left; 1 keeps all
+    max_gap   [n] float64; largest gap that min-p keeps
     """
 
-    inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     max_gap: Tensor

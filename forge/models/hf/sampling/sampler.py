@@ -461,7 +461,7 @@ class Sampler:
             if x.is_cuda:
                 cuts = self._find_cuts_cuda(chunk)
             else:
-                params = FilterParams(inverse_temperature, top_k, top_p, max_gap)
+                params = FilterParams(top_k, top_p, max_gap)
                 cuts = find_cuts(gaps, params, chunk.max_top_k)
             x.masked_fill_(kept_mask(gaps, cuts).logical_not_(), -inf)
         return x.mul_(inverse_temperature[:, None])
