@@ -1,7 +1,8 @@
 """Folders that describe a model of a known shape and hold no weights.
 
-Owns the sizes. Knows no engine: forge and its peers open the folder and draw random weights. A
-stand-in tokenizer has a word for each id, `t17` for 17, so that servers can read and write text.
+Owns the sizes, and a stand-in tokenizer of the right size. Knows no engine: forge and its peers
+open the folder and draw random weights. The tokenizer is a byte-level BPE, as those of the models
+are. So servers can read and write text, and a grammar can constrain it.
 
     write_shape("qwen3-4b", root) ─► root/qwen3-4b/config.json
                                                   /tokenizer.json  tokenizer_config.json
@@ -12,6 +13,7 @@ stand-in tokenizer has a word for each id, `t17` for 17, so that servers can rea
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +51,30 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
+    "qwen3-8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-14b": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-32b": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "tie_word_embeddings": False,
+    },
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -85,6 +111,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
+def model_folder(model: str, root: str | Path) -> str:
+    """Return the folder of a shape, written under `root`, or the name of any other model."""
+    return str(write_shape(model, root)) if model in SHAPES else model
+
+
 def write_shape(shape: str, root: str | Path) -> Path:
     """Write the folder root/shape, which describes the model. Raises InvalidConfig."""
     if shape not in SHAPES:
@@ -98,21 +129,50 @@ def write_shape(shape: str, root: str | Path) -> Path:
     return folder
 
 
+_WORD_STARTS = [" ", *map(chr, range(33, 127))]
+_WORD_PARTS = "abcdefghijklmnopqrstuvwxyz" * 4 + "0123456789" + '"{}[]():;,._-'
+_MAX_WORD_CHARS = 12
+
+
+def draw_words(count: int) -> list[str]:
+    """Return `count` different words of 2 to 12 characters. Each is an earlier word and one more.
+
+    The words are always the same. Their lengths and common beginnings are like those of a trained
+    vocabulary, on which the cost of a grammar's masks depends.
+    """
+    rng = random.Random("words")
+    words = list(_WORD_STARTS)
+    known = set(words)
+    while len(words) < len(_WORD_STARTS) + count:
+        word = rng.choice(words) + rng.choice(_WORD_PARTS)
+        if len(word) <= _MAX_WORD_CHARS and word not in known:
+            known.add(word)
+            words.append(word)
+    return words[len(_WORD_STARTS) :]
+
+
 def _write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    words = {f"t{i}": i for i in range(config["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
+    special_ids = {"<|begin|>": config["bos_token_id"], "<|end|>": config["eos_token_id"]}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_words = config["vocab_size"] - len(alphabet) - len(special_ids)
+    # A byte-level vocabulary writes the space as this letter.
+    words = [word.replace(" ", "Ġ") for word in draw_words(num_words)]
+    free_ids = (i for i in range(config["vocab_size"]) if i not in special_ids.values())
+    vocabulary = dict(zip([*alphabet, *words], free_ids, strict=True)) | special_ids
+    merges = [(word[:-1], word[-1]) for word in words]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special_ids))
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config["max_position_embeddings"],
-        "unk_token": "t0",
-        "bos_token": f"t{config['bos_token_id']}",
-        "eos_token": f"t{config['eos_token_id']}",
-        "pad_token": f"t{config['eos_token_id']}",
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "pad_token": "<|end|>",
         "chat_template": _CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")

@@ -338,7 +338,14 @@ def test_a_peer_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("shape", "billions"),
-    [("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("llama-3.1-8b", 8.030)],
+    [
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.190),
+        ("qwen3-14b", 14.768),
+        ("qwen3-32b", 32.761),
+        ("llama-3.1-8b", 8.030),
+    ],
 )
 def test_a_shape_has_as_many_weights_as_its_model(shape: str, billions: float) -> None:
     """Embedding, then per layer attention and MLP, then the head where it is not the embedding."""
@@ -351,13 +358,28 @@ def test_a_shape_has_as_many_weights_as_its_model(shape: str, billions: float) -
     assert weights / 1e9 == pytest.approx(billions, abs=0.001)
 
 
-def test_a_written_shape_has_a_tokenizer_that_knows_every_id(tmp_path: Path) -> None:
+def test_a_written_shape_has_a_tokenizer_that_reads_and_writes_any_text(tmp_path: Path) -> None:
+    """Each id has bytes, each byte has an id, and the special ids are those of the config."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = write_shape("tiny-qwen3", tmp_path)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() == 512
-    assert tokenizer.encode("t5 t511").ids == [5, 511]
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 512
+    config = json.loads((folder / "config.json").read_text())
+    assert sorted(tokenizer.get_vocab().values()) == [*range(config["vocab_size"])]
+    text = '{"name": "Ünïcode 😀", "id": 17}\n'
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer.encode(shapes.draw_words(1)[0]).ids) == 1, "words are merged"
+    assert tokenizer.encode("<|begin|><|end|>").ids == [1, 2]
+    assert tokenizer.decode([1, 2]) == ""
+
+
+def test_words_of_the_stand_in_tokenizer_are_new_and_each_extends_another() -> None:
+    words = shapes.draw_words(2000)
+    assert len({*words}) == 2000
+    starts = {*words, *" abcdefghijklmnopqrstuvwxyz"} | {chr(i) for i in range(33, 127)}
+    assert [word for word in words if word[:-1] not in starts] == []
+    assert max(map(len, words)) <= 12
+    assert shapes.draw_words(10) == words[:10]
 
 
 def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
