@@ -16,179 +16,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.util import find_spec
-from itertools import count
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from forge.bench.peer import measure_peer_throughput
 from forge.bench.result_file import create_result, write_json
 from forge.bench.serve import parse_ints
-from forge.bench.shapes import write_shape as write_shape
 from forge.bench.sweep import HEADING, format_row
-from forge.bench.workload import (
-    BatchCell,
-    Cells,
-    draw_batch,
-    draw_prompts,
-    print_result,
-    prompt_id_range,
-    run_closed_levels,
-)
-from forge.errors import ForgeError, InvalidConfig, RequestFailed
+from forge.bench.transformers_peer import TRANSFORMERS_CELLS, measure_transformers
+from forge.bench.vllm_peer import VLLMPeer
+from forge.bench.workload import Cells, draw_prompts, print_result, run_closed_levels
+from forge.errors import ForgeError, InvalidConfig
 
 RESULTS = Path(__file__).with_name("results")
-
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-"""Defaults of the environment of peers. The engine of vLLM has its own process, its default."""
-
-TRANSFORMERS_CELLS = ("c1", "c8", "c64")
-"""Default cells of transformers: each takes up to half a minute on a GPU."""
-
-WARM_UP_TOKENS = 8
-"""Output tokens of the warm-up round before each cell of transformers."""
-
-
-class Peer(Protocol):
-    """An engine that runs a batch.
-
-    ids   range of the token ids of prompts, half-open
-    """
-
-    ids: tuple[int, int]
-
-    def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
-        """Run (prompt, output tokens) pairs, sent at once.
-
-        Returns seconds until the end, and tokens.
-        """
-        ...
-
-
-def measure_peer_throughput(peer: Peer, batch: BatchCell, rounds: int, seed: int) -> float:
-    """Return output tokens a second of the fastest round."""
-    rng = random.Random(seed)
-    seconds, tokens = min(peer.run_batch(draw_batch(rng, batch, peer.ids)) for _ in range(rounds))
-    return round(tokens / seconds)
-
-
-def read_vocab_size(folder: str | Path) -> int:
-    """Return the vocabulary size of the model in the folder."""
-    return int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"])
-
-
-# vLLM
-
-
-class VLLMPeer:
-    """vLLM on a shape with random weights, open until the process ends."""
-
-    def __init__(self, shape: str, root: str, **extra: Any) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        folder = str(write_shape(shape, root))
-        start = time.perf_counter()  # imports are part of the start, as they are for forge
-        try:
-            from vllm import LLM, SamplingParams
-            from vllm.sampling_params import RequestOutputKind
-        except ModuleNotFoundError as missing:
-            raise InvalidConfig(
-                "vllm", f"{missing.name} is not installed", "Run this where vLLM is"
-            ) from None
-        options: dict[str, Any] = {
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "max_model_len": 8192,
-            "gpu_memory_utilization": 0.85,
-            "enable_prefix_caching": False,
-            "disable_log_stats": True,
-            "max_num_seqs": 256,
-        }
-        self._llm = LLM(model=folder, **{**options, **extra})
-        self.start_s = round(time.perf_counter() - start, 1)
-        self._params = SamplingParams
-        self._each_step = RequestOutputKind.DELTA
-        self.ids = prompt_id_range(read_vocab_size(folder))
-
-    def greedy_params(self, output: int, **extra: Any) -> Any:
-        """Return parameters for exactly `output` greedy tokens, as ids."""
-        return self._params(
-            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, **extra
-        )
-
-    def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
-        """Run (prompt, output tokens) pairs, sent at once.
-
-        Returns seconds until the end, and tokens.
-        """
-        prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
-        params = [self.greedy_params(output) for _, output in work]
-        start = time.perf_counter()
-        done = self._llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        tokens = sum(len(each.outputs[0].token_ids) for each in done)
-        assert tokens == sum(output for _, output in work), f"{tokens} tokens came"
-        return seconds, tokens
-
-    def step_loop(self) -> VLLMStepLoop:
-        """Return the engine's step loop."""
-        return VLLMStepLoop(
-            self._llm.llm_engine,
-            lambda output: self.greedy_params(output, output_kind=self._each_step),
-        )
-
-    def measure_median_ttft_ms(self, prompts: Sequence[list[int]]) -> float:
-        """Return the median time to the first token of the prompts, run one after the other."""
-        times = [self.run_batch([(prompt, 1)])[0] for prompt in prompts]
-        return round(statistics.median(times) * 1e3, 3)
-
-
-class VLLMStepLoop:
-    """The step loop of a vLLM engine.
-
-    params   output tokens -> parameters with which each step reports only its new tokens
-    """
-
-    def __init__(self, engine: Any, params: Callable[[int], Any]) -> None:
-        self._engine = engine
-        self._params = params
-        self._request_counter = count()
-        self._num_remaining: dict[str, int] = {}
-
-    def submit(self, prompt: Sequence[int], output: int) -> str:
-        """Submit a request. Returns its name."""
-        name = f"closed-{next(self._request_counter)}"
-        self._num_remaining[name] = output
-        # With a type, a prompt takes the same path as those of LLM.generate.
-        ids = {"type": "token", "prompt_token_ids": list(prompt)}
-        self._engine.add_request(name, ids, self._params(output))
-        return name
-
-    def step(self) -> dict[str, int]:
-        """Run one step. Returns the new tokens of each request.
-
-        Raises RequestFailed where a request ends with the wrong number of tokens.
-        """
-        num_tokens_by_request: dict[str, int] = {}
-        for output in self._engine.step():
-            name, tokens = output.request_id, len(output.outputs[0].token_ids)
-            remaining = self._num_remaining[name] = self._num_remaining[name] - tokens
-            if remaining < 0 or (remaining and output.finished):
-                raise RequestFailed(f"vLLM's request {name} ended with {remaining} tokens due")
-            if tokens:
-                num_tokens_by_request[name] = num_tokens_by_request.get(name, 0) + tokens
-        return num_tokens_by_request
 
 
 def measure_vllm(shape: str, cells: Cells, root: str, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,104 +78,6 @@ def measure_vllm_sweep(
     steps = vllm.step_loop()
     levels = run_closed_levels(steps.submit, steps.step, cells, vllm.ids, concurrency)
     return [{"engine": "vllm", "shape": shape, "path": "offline", **each} for each in levels]
-
-
-# transformers
-
-
-class TransformersPeer:
-    """transformers' continuous batching, on a shape with random weights, until the process ends.
-
-    bfloat16 on a CUDA device, float32 on a CPU. One cache is kept for all batches. It has room for
-    twice the largest of `batches`, because the scheduler delays prompts when blocks are scarce. The
-    defaults of transformers decide the rest, such as the capture of steps in CUDA graphs.
-
-    attention   a paged implementation, such as paged|sdpa or paged|flash_attention_2
-    extra       fields of its ContinuousBatchingConfig
-    """
-
-    def __init__(
-        self, shape: str, root: str, batches: Sequence[BatchCell], attention: str, **extra: Any
-    ) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        folder = str(write_shape(shape, root))
-        try:
-            import torch
-            import transformers
-
-            batching = transformers.ContinuousBatchingConfig
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            if device == "cpu" and find_spec("psutil") is None:
-                raise ImportError("psutil is not installed")  # it reads the free memory
-        except (ImportError, AttributeError) as missing:
-            raise InvalidConfig(
-                "transformers", f"{missing}", "pip install 'transformers>=5.17,<5.24' torch psutil"
-            ) from None
-        with torch.device(device):
-            self._model = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.from_pretrained(folder),
-                dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-                attn_implementation=attention,
-            ).eval()
-        # No token has this id, so no token ends a request.
-        self._generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
-        size = extra.get("block_size", 256)
-        blocks = [b.requests * ((b.input[1] + b.output[1]) // size + 1) for b in batches]
-        options: dict[str, Any] = {
-            "block_size": size,
-            "num_blocks": 2 * max(blocks),
-            "max_batch_tokens": 8192,
-            "max_requests_per_batch": max(batch.requests for batch in batches),
-            "allow_block_sharing": False,
-        }
-        self._batching_config = batching(**{**options, **extra})
-        self.ids = prompt_id_range(read_vocab_size(folder))
-
-    def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
-        """Run all prompts, sent at once. Returns seconds until the last has ended, and tokens.
-
-        All prompts have one output length, as generate_batch requires. The seconds are those of its
-        own timestamps, from the arrival of the first request: its thread start and stop do not
-        count. Raises RequestFailed.
-        """
-        (output,) = {output for _, output in work}
-        outputs = self._model.generate_batch(
-            [prompt for prompt, _ in work],
-            generation_config=self._generation_config,
-            continuous_batching_config=self._batching_config,
-            persistent_manager=True,
-            max_new_tokens=output,
-        )
-        if failed := [each.error for each in outputs.values() if each.error is not None]:
-            raise RequestFailed(failed[0])
-        lengths = [len(each.generated_tokens) for each in outputs.values()]
-        assert lengths == [output] * len(work), f"{lengths} tokens came"
-        spans = [(each.created_time, each.lifespan[1]) for each in outputs.values()]
-        return max(end for _, end in spans) - min(start for start, _ in spans), sum(lengths)
-
-
-def measure_transformers(
-    shape: str, cells: Cells, root: str, attention: str, extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the throughput cells, one round each after a warm-up. Raises InvalidConfig for others.
-
-    There is no start time: the cache is created with the first batch, and nothing is compiled.
-    """
-    batches = cells.throughput
-    if unsupported := set(cells.names) - {batch.name for batch in batches}:
-        raise InvalidConfig(
-            "cells",
-            f"{', '.join(sorted(unsupported))} cannot be run on transformers",
-            "Name throughput cells, such as c1,c8,c64",
-        )
-    peer = TransformersPeer(shape, root, batches, attention, **extra)
-    figures: dict[str, Any] = {"engine": "transformers", "shape": shape, "attention": attention}
-    for batch in batches:
-        few = (min(WARM_UP_TOKENS, batch.output[0]),) * 2
-        measure_peer_throughput(peer, batch._replace(output=few), 1, cells.seed + 1)
-        figures[f"{batch.name}_tok_s"] = measure_peer_throughput(peer, batch, 1, cells.seed)
-    return figures
 
 
 # The record

@@ -15,7 +15,8 @@ import pytest
 from forge import LLM
 from forge.bench import peers
 from forge.bench.engine_driver import EngineDriver
-from forge.bench.peers import VLLMStepLoop
+from forge.bench.transformers_peer import measure_transformers
+from forge.bench.vllm_peer import VLLMStepLoop
 from forge.bench.workload import (
     BatchCell,
     Cells,
@@ -159,7 +160,7 @@ def test_transformers_runs_the_throughput_cells_and_counts_their_tokens(tmp_path
     """Three prompts of 300 tokens cross a block of 256; run_batch asserts each length."""
     for needed in ("torch", "transformers", "psutil"):
         pytest.importorskip(needed)
-    figures = peers.measure_transformers("tiny-qwen3", TINY, str(tmp_path), "paged|sdpa", {})
+    figures = measure_transformers("tiny-qwen3", TINY, str(tmp_path), "paged|sdpa", {})
     assert list(figures) == ["engine", "shape", "attention", "c1_tok_s", "c3_tok_s"]
     assert figures["c1_tok_s"] > 0
     assert figures["c3_tok_s"] > 0
@@ -168,7 +169,7 @@ def test_transformers_runs_the_throughput_cells_and_counts_their_tokens(tmp_path
 def test_transformers_refuses_cells_that_it_cannot_run() -> None:
     cells = TINY._replace(prefix=(PrefixCell("prefix_64_8", 64, 8, 3),), ttft=(8,))
     with pytest.raises(InvalidConfig, match="ttft_8, ttft_prefix_64_8 cannot be run on transf"):
-        peers.measure_transformers("tiny-qwen3", cells, "", "paged|sdpa", {})
+        measure_transformers("tiny-qwen3", cells, "", "paged|sdpa", {})
 
 
 def test_transformers_takes_three_cells_where_none_is_named() -> None:
