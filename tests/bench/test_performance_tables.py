@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forge.bench import peers, performance_tables, shapes
+from forge.bench import peers, performance_plots, performance_tables, shapes
 from forge.bench.peers import join_results, parse_results
 from forge.bench.performance_tables import ROOT
 from forge.bench.shapes import SHAPES, write_shape
@@ -225,8 +225,8 @@ def test_the_readme_says_how_long_the_core_is() -> None:
 def test_plots_are_written_as_pictures(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(performance_tables, "MIN_CURVE_POINTS", 1)
-    monkeypatch.setattr(performance_tables, "SUMMARY", "made")
+    monkeypatch.setattr(performance_plots, "MIN_CURVE_POINTS", 1)
+    monkeypatch.setattr(performance_plots, "PICTURE", "made")
     options = ["--results", str(results), "--root", str(results)]
     assert performance_tables.run_cli(["--plot", *options]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
@@ -242,7 +242,7 @@ def test_the_plot_of_the_summary_has_both_engines_in_each_panel() -> None:
         for engine, x in (("forge", 4), ("vllm", 2))
     ]
     result = {"machine": {"processor": "a CPU"}, "commit": "abc", "figures": {"cells": cells}}
-    streams, prompts = performance_tables.draw_summary(result).axes
+    streams, prompts = performance_plots.draw_summary(result).axes
     assert [list(map(tuple, line.get_xydata())) for line in streams.lines] == [
         [(1, 2), (8, 16)],
         [(1, 4), (8, 32)],
@@ -276,7 +276,7 @@ def test_the_plot_draws_three_figures_of_the_engines_that_are_there() -> None:
         for c in (8, 4, 1, 2)
     ]
     record = {"machine": {"processor": "a CPU"}, "figures": {"levels": [*levels, *few]}}
-    panels = performance_tables.draw_loops({"made": record}).axes
+    panels = performance_plots.draw_loops({"made": record}).axes
     legends = [[text.get_text() for text in each.get_legend().get_texts()] for each in panels]
     assert legends == [["forge"]] * 3 + [["vLLM", "forge"]] * 3
     shown = [list(panels[place].lines[0].get_xydata().flatten()) for place in range(3)]
