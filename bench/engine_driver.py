@@ -20,10 +20,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
-from forge.bench.shapes import SHAPES, write_shape
+from forge.bench.shapes import SHAPES, has_no_weights, write_shape
 from forge.bench.workload import Cells, RequestTimes, run_engine_closed_loop
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
@@ -63,7 +62,7 @@ def defaults(model: str, cells: Cells) -> Options:
         options["num_blocks"] = max(16_384, *tokens) // 16 + 16
         return options
     options["gpu_memory_utilization"] = 0.85
-    if model in SHAPES or (os.path.isdir(model) and not any(Path(model).glob("*.safetensors"))):
+    if model in SHAPES or has_no_weights(model):
         options["load_format"] = "dummy"
     return options
 

@@ -116,6 +116,11 @@ def model_folder(model: str, root: str | Path) -> str:
     return str(write_shape(model, root)) if model in SHAPES else model
 
 
+def has_no_weights(model: str) -> bool:
+    """Return True for a folder without weights: an engine has to draw random ones."""
+    return Path(model).is_dir() and not any(Path(model).glob("*.safetensors"))
+
+
 def write_shape(shape: str, root: str | Path) -> Path:
     """Write the folder root/shape, which describes the model. Raises InvalidConfig."""
     if shape not in SHAPES:

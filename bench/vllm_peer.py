@@ -34,7 +34,7 @@ class VLLMPeer:
         start = time.perf_counter()  # imports are part of the start, as they are for forge
         try:
             from vllm import LLM, SamplingParams
-            from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+            from vllm.sampling_params import RequestOutputKind
         except ModuleNotFoundError as missing:
             raise InvalidConfig(
                 "vllm", f"{missing.name} is not installed", "Run this where vLLM is"
@@ -51,7 +51,6 @@ class VLLMPeer:
         self._llm = LLM(model=folder, **{**options, **extra})
         self.start_s = round(time.perf_counter() - start, 1)
         self._params = SamplingParams
-        self._structured_outputs = StructuredOutputsParams
         self._each_step = RequestOutputKind.DELTA
         self.ids = prompt_id_range(read_vocab_size(folder))
 
@@ -65,7 +64,9 @@ class VLLMPeer:
         """Return parameters with these fields for exactly `output` tokens, as text and ids."""
         values = dict(fields)
         if (structure := values.pop("structured_outputs", None)) is not None:
-            values["structured_outputs"] = self._structured_outputs(**structure)
+            from vllm.sampling_params import StructuredOutputsParams
+
+            values["structured_outputs"] = StructuredOutputsParams(**structure)
         return self._params(max_tokens=output, ignore_eos=True, **values)
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:
