@@ -44,7 +44,7 @@ from forge.bench.traffic_cells import (
     Traffic,
     create_params,
 )
-from forge.bench.traffic_record import write_record
+from forge.bench.traffic_record import UNKNOWN, write_record
 from forge.bench.traffic_requests import (
     Conversation,
     RequestDraw,
@@ -314,6 +314,9 @@ def create_parser() -> argparse.ArgumentParser:
     join_parser = commands.add_parser("join")
     join_parser.add_argument("name")
     join_parser.add_argument("logs", nargs="+")
+    join_parser.add_argument(
+        "--commit", default=UNKNOWN, help="commit of lines from a tree without git"
+    )
     return parser
 
 
@@ -334,7 +337,7 @@ def run_cli(words: Sequence[str] | None = None, traffic: Traffic | None = None) 
     args = create_parser().parse_args(words)
     try:
         if args.command == "join":
-            print(write_record(args.name, args.logs))
+            print(write_record(args.name, args.logs, commit=args.commit))
             return 0
         selected = select_cells(traffic or Traffic.read(), args.cells, args.rounds)
         log = args.log or Path(tempfile.gettempdir(), f"{args.command}-server.log")

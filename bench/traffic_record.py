@@ -20,6 +20,9 @@ from forge.bench.table_format import OURS
 from forge.bench.traffic_tables import ratios
 from forge.errors import InvalidConfig
 
+UNKNOWN = "unknown"
+"""The commit of a line that was measured in a tree without git."""
+
 IDENTITY = ("engine", "shape", "cell")
 SHARED = ("machine", "commit")
 """Fields that all lines of one run have in common. They are the record's, not an entry's."""
@@ -76,10 +79,18 @@ def create_record(name: str, results: Sequence[Mapping[str, Any]]) -> dict[str, 
     }
 
 
-def write_record(name: str, logs: Sequence[str], folder: Path = RESULTS) -> Path:
-    """Write the record of the RESULT lines in the logs. Returns its path. Raises InvalidConfig."""
+def write_record(
+    name: str, logs: Sequence[str], folder: Path = RESULTS, commit: str = UNKNOWN
+) -> Path:
+    """Write the record of the RESULT lines in the logs. Returns its path. Raises InvalidConfig.
+
+    commit   of lines that were measured in a tree without git
+    """
     lines = [line for log in logs for line in Path(log).read_text(errors="replace").splitlines()]
     results = [each for each in parse_results(lines) if "cell" in each]
+    results = [
+        {**each, "commit": commit} if each["commit"] == UNKNOWN else each for each in results
+    ]
     if not results:
         raise InvalidConfig("results", f"no traffic cell in {', '.join(logs)}", "Name other logs")
     path = folder / f"{name}.json"

@@ -430,6 +430,18 @@ def test_a_record_has_the_cells_of_one_run(tmp_path: Path) -> None:
     assert join_cells([]) == {"cells": [], "ratios": {}}
 
 
+def test_a_tree_without_git_gets_its_commit_when_lines_are_joined(tmp_path: Path) -> None:
+    """A line with a commit keeps it, so that two commits cannot become one."""
+    log = tmp_path / "log"
+    lines = [{**each, "commit": "unknown"} for each in RESULTS]
+    log.write_text("\n".join(f"RESULT {json.dumps(each)}" for each in lines))
+    path = write_record("made", [str(log)], tmp_path, commit="fed4321")
+    assert json.loads(path.read_text())["commit"] == "fed4321"
+    log.write_text("\n".join(f"RESULT {json.dumps(each)}" for each in [*lines[1:], RESULTS[0]]))
+    with pytest.raises(InvalidConfig, match="two lines have another commit"):
+        write_record("made", [str(log)], tmp_path, commit="fed4321")
+
+
 def test_the_table_has_both_engines_with_their_spreads_and_the_ratio(
     record: dict[str, Any],
 ) -> None:
