@@ -124,6 +124,8 @@ def process_logits(
 ) -> list[float]:
     """Return the logits after mask, allowed ids, bias, min_tokens and penalties, in that order.
 
+    The logits that bias and penalties reach are rounded to single precision after each.
+
     prompt, output   tokens before the position, split where the output begins
     end_ids          ids masked while `output` is shorter than min_tokens
     mask             ids that may be chosen, as in Row.masks; None: every id
@@ -139,7 +141,7 @@ def process_logits(
         for token in params.allowed_token_ids:
             processed[token] = logits[token]
     for token, bias in params.logit_bias:
-        processed[token] += bias
+        processed[token] = round_single(processed[token] + bias)
     if len(output) < params.min_tokens:
         masked = processed.copy()
         for token in (*end_ids, *params.stop_token_ids):
@@ -151,6 +153,17 @@ def process_logits(
     return processed
 
 
+def round_single(value: float) -> float:
+    """Return the number of single precision that is nearest. -inf stays.
+
+    A finite number beyond the range becomes the last one within.
+    """
+    if value == -inf:
+        return value
+    (single,) = array("f", (max(-_MAX_SINGLE, min(value, _MAX_SINGLE)),))
+    return single
+
+
 def _apply_penalties(
     logits: list[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> None:
@@ -158,12 +171,12 @@ def _apply_penalties(
     for token in output:
         counts[token] = counts.get(token, 0) + 1
     repetition = params.repetition_penalty
-    if repetition != 1.0:
-        for token in dict.fromkeys((*prompt, *counts)):
-            value = logits[token]
-            logits[token] = value / repetition if value > 0 else value * repetition
-    for token, count in counts.items():
-        logits[token] -= params.presence_penalty + params.frequency_penalty * count
+    for token in dict.fromkeys((*prompt, *counts)):
+        value = logits[token]
+        value = value / repetition if value > 0 else value * repetition
+        if count := counts.get(token):
+            value -= params.presence_penalty + params.frequency_penalty * count
+        logits[token] = round_single(value)
 
 
 def logit_gaps(logits: Sequence[float], temperature: float) -> list[int]:

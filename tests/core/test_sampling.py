@@ -501,6 +501,18 @@ def test_the_repetition_penalty_comes_before_the_other_two() -> None:
     assert adjust_logits([2.0], (), [0], repetition_penalty=2.0, presence_penalty=0.5) == [0.5]
 
 
+def test_logits_that_bias_and_penalties_reach_are_rounded_to_single_precision() -> None:
+    """0.1 has no single precision; 7 * 0.1 and 0.1 / 0.7 are of these numbers, rounded once."""
+    assert adjust_logits([0.1, 0.1], logit_bias={0: 0.25}) == [0.3499999940395355, 0.1]
+    after = adjust_logits([0.1, -0.1, 0.1], (1,), [0], repetition_penalty=0.7, presence_penalty=0.1)
+    assert after == [0.04285714402794838, -0.07000000029802322, 0.1]
+
+
+def test_a_logit_that_a_penalty_moves_beyond_single_precision_stays_finite() -> None:
+    largest = 3.4028234663852886e38
+    assert adjust_logits([3e38, 1.0], (0, 1), repetition_penalty=0.5) == [largest, 2.0]
+
+
 def test_an_impossible_token_stays_impossible_under_every_penalty() -> None:
     after = adjust_logits(
         [-inf, 1.0],

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
-from math import inf, nan
+from math import inf
 from random import Random
 from typing import Any
 
 import pytest
 
-from forge import sampling
 from forge.request import SamplingParams
 from forge.sampling import (
-    GAP_STEPS,
     IMPOSSIBLE,
     MAX_GAP,
     filter_logits,
@@ -27,6 +19,7 @@ from forge.sampling import (
 )
 from forge.seam import Bind
 
+np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from forge.models.hf.sampling.filters import (  # noqa: E402
@@ -39,7 +32,7 @@ from forge.models.hf.sampling.filters import (  # noqa: E402
     kept_mask,
 )
 from forge.models.hf.sampling.slot_params import build_slot_params  # noqa: E402
-from forge.models.hf.sampling.status import error_text  # noqa: E402
+from forge.models.hf.sampling.slot_sampling import build_slot_entry, sample_slots  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -181,182 +174,48 @@ def test_a_selection_of_leading_tokens_keeps_what_an_order_of_all_keeps() -> Non
     assert [each.tolist() for each in selected] == [each.tolist() for each in ordered]
 
 
-# Triton.
+# CUDA.
 
 
-def count_differences(
-    device: str, vocab_size: int, num_rows: int, num_passes: int, shape: str, **options: Any
-) -> int:
-    """Return how many rows the kernels cut elsewhere than plain torch."""
-    kernels = pytest.importorskip("forge.models.hf.sampling.filters_triton")
-    rng = Random(f"{vocab_size} {num_passes} {shape}")
-    x = some_logits(rng, num_rows, vocab_size, shape)
+def count_differences(vocab_size: int, num_rows: int, shape: str, dtype: Any) -> int:
+    """Return how many rows the kernel cuts elsewhere than plain torch, or draws otherwise."""
+    from forge.models.hf.sampling.sample_cuda import SampleKernels
+
+    cuda = torch.device("cuda")
+    rng = Random(f"{vocab_size} {shape} {dtype}")
+    x = some_logits(rng, num_rows, vocab_size, shape).to(dtype).float()
     params = [
         some_params(rng, vocab_size) if index % 2 else edge_params(rng, row)
         for index, row in enumerate(x.tolist())
     ]
-    x, numbers = x.to(device), build_numbers(params, vocab_size).to(device)
-    _, gaps, tokens = kernels.find_cuts_cuda(
-        x,
-        torch.arange(num_rows, device=device),
-        numbers,
-        has_order=True,
-        has_top_p=True,
-        num_passes=num_passes,
-        **options,
-    )
-    all_gaps = compute_gaps(x, numbers[:, 0])
-    kept = kept_mask(all_gaps, Cuts(gaps, tokens))
-    expected = kept_mask(all_gaps, eager_cuts(x, numbers, vocab_size))
-    return int(((kept != expected) & (all_gaps <= MAX_GAP)).any(1).sum())
-
-
-def count_cuts_beyond_top_k(device: str) -> int:
-    """Return 1 where the kernels cut a row wrongly whose mass ends just before the k-th token.
-
-    The bins of the second search are aligned to its first gap, and its end is within one of them.
-    """
-    kernels = pytest.importorskip("forge.models.hf.sampling.filters_triton")
-    offsets = "0 295 305 330 346 374 549 585 641 661 722 742 761 802 876 886 919 1004 1054 1085"
-    later = "1120 1184 1583 1642 1932"
-    gaps = [0, *(476_744 + int(offset) for offset in f"{offsets} {later}".split())]
-    x = torch.tensor([[-(gap + 0.5) / GAP_STEPS if gap else 0.0 for gap in gaps]])
-    weights = [gap_weight(gap) for gap in logit_gaps(x[0].tolist(), 1.0)]
-    top_k, num_kept = 24, 8
-    limit = (sum(weights[: num_kept - 1]) + 0.3 * weights[num_kept - 1]) / sum(weights[:top_k])
-    params = [SamplingParams(top_k=top_k, top_p=limit)]
-    numbers = build_numbers(params, len(gaps)).to(device)
-    _, cut_gaps, tokens = kernels.find_cuts_cuda(
-        x.to(device), torch.arange(1, device=device), numbers, has_order=True, has_top_p=True
-    )
-    found = kept_tokens(x.to(device), numbers, Cuts(cut_gaps, tokens))
-    return int(found != expected_tokens(x, params))
-
-
-def count_differences_at_the_range(device: str) -> int:
-    """Return how many rows of float64 logits beyond single precision are sampled otherwise."""
-    kernels = pytest.importorskip("forge.models.hf.sampling.filters_triton")
-    rows = [[-inf, -1e300, -inf], [-1e300, -2e300, -inf], [1e300, 0.0, -1e300], [-1e39, 0.0, 3e38]]
-    x = torch.tensor(rows, dtype=torch.float64)
-    params = [SamplingParams(top_k=2, top_p=0.9)] * len(rows)
-    order = torch.arange(len(rows), device=device)
-    tokens, _ = kernels.filtered_sample_cuda(
-        x.to(device),
-        order,
-        build_numbers(params, 3).to(device),
-        order,
-        order,
-        order,
-        has_order=True,
-        has_top_p=True,
-    )
-    drawn = [sampling.sample_token(row, params[0], at, at) for at, row in enumerate(rows)]
-    return sum(token != other for token, other in zip(tokens.tolist(), drawn, strict=True))
-
-
-def count_other_samples(device: str, vocab_size: int, num_rows: int) -> int:
-    """Return how many rows have another token or error than in the normative arithmetic."""
-    kernels = pytest.importorskip("forge.models.hf.sampling.filters_triton")
-    rng = Random(vocab_size)
-    params = [
-        SamplingParams(temperature=0.0) if rng.random() < 0.2 else some_params(rng, vocab_size)
-        for _ in range(num_rows)
-    ]
-    x = torch.cat([some_logits(rng, 1, vocab_size, rng.choice(SHAPES)) for _ in params])
-    for row in x:
-        if rng.random() < 0.2:
-            row[rng.randrange(vocab_size)] = rng.choice((nan, inf))
-        elif rng.random() < 0.1:
-            row[:] = -inf
-    seeds = [rng.randrange(-(2**63), 2**63) for _ in params]
-    order = list(range(num_rows))
-    rng.shuffle(order)
-    tokens, status = kernels.filtered_sample_cuda(
-        x.to(device),
-        torch.tensor(order, device=device),
-        build_numbers(params, vocab_size)[order].to(device),
-        torch.tensor(order, device=device),
-        torch.tensor(order, device=device) + 100,
-        torch.tensor(seeds, device=device),
-        has_order=True,
-        has_top_p=True,
-    )
-    num_different = 0
-    for at, token, code in zip(order, tokens.tolist(), status.tolist(), strict=True):
-        logits = x[at].tolist()
-        error = sampling.invalid_logits_reason(logits)
-        drawn = 0 if error else sampling.sample_token(logits, params[at], seeds[at], at + 100)
-        num_different += (token, error_text(code) if code else None) != (drawn, error)
-    return num_different
-
-
-CASES: dict[str, Callable[[str], int]] = {
-    **{
-        f"cuts, {shape}, {passes} passes": partial(
-            count_differences,
-            vocab_size=100,
-            num_rows=8,
-            num_passes=passes,
-            shape=shape,
-            tile=64,
+    entries = [
+        build_slot_entry(
+            rng.getrandbits(64), build_slot_params(Bind(each, 0, 1), vocab_size).numbers
         )
-        for shape, passes in (*zip(SHAPES, (3, 0) * 4, strict=True), ("islands", 1))
-    },
-    "cuts of one token": partial(
-        count_differences, vocab_size=1, num_rows=6, num_passes=3, shape="gauss", tile=64
-    ),
-    "cuts beyond top-k": count_cuts_beyond_top_k,
-    "samples of float64": count_differences_at_the_range,
-    "samples": partial(count_other_samples, vocab_size=65, num_rows=24),
-}
-"""Each a number of rows that differ, which has to be 0. Without passes `finish` does all."""
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, int]:
-    """Every case's figure, from a process in which Triton interprets."""
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hf.test_filters"],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=140,
+        for each in params
+    ]
+    slot_table = torch.from_numpy(np.stack(entries)).to(cuda)
+    numbers = slot_table[:, 1:].view(torch.float64)
+    slots = torch.arange(num_rows, dtype=torch.int32, device=cuda)
+    logits, kernels = x.to(dtype).to(cuda), SampleKernels(vocab_size, cuda)
+    gaps = compute_gaps(logits, numbers[:, 0])
+    kept = kept_mask(gaps, kernels.find_cuts(logits, slots, slot_table))
+    expected = kept_mask(gaps, eager_cuts(logits, numbers, vocab_size))
+    is_cut_elsewhere = ((kept != expected) & (gaps <= MAX_GAP)).any(1).cpu()
+    tokens = torch.full((2, 2, num_rows), 77, dtype=torch.int32)
+    sampled = tokens[0].to(cuda)
+    kernels.sample(logits, slots, slots, slot_table, sampled[0], sampled[1])
+    sample_slots(
+        x.to(dtype), slots.cpu(), slots.cpu(), slot_table.cpu(), tokens[1, 0], tokens[1, 1]
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernels_agree(interpreted: dict[str, int], name: str) -> None:
-    assert interpreted[name] == 0
+    return int((is_cut_elsewhere | (sampled.cpu() != tokens[1]).any(0)).sum())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_passes", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab_size", [1, 64, 1000, 151_936])
-def test_compiled_kernels_cut_where_plain_torch_does(
-    vocab_size: int, shape: str, num_passes: int
+def test_the_kernel_keeps_and_draws_what_plain_torch_does(
+    vocab_size: int, shape: str, dtype: Any
 ) -> None:
-    num_rows = 16 if vocab_size > 1000 else 512
-    assert count_differences("cuda", vocab_size, num_rows, num_passes, shape) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("count", [count_cuts_beyond_top_k, count_differences_at_the_range])
-def test_compiled_kernels_agree_at_edges(count: Callable[[str], int]) -> None:
-    assert count("cuda") == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("vocab_size", [64, 9000])
-def test_compiled_kernels_draw_the_tokens_of_the_normative_arithmetic(vocab_size: int) -> None:
-    assert count_other_samples("cuda", vocab_size, 64) == 0
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps({name: case("cpu") for name, case in CASES.items()}))
+    assert count_differences(vocab_size, 16 if vocab_size > 1000 else 512, shape, dtype) == 0

@@ -123,7 +123,7 @@ def decoder_for(shape: GPUModelShape) -> Any:
             module_of(shape, shape.dtype, ATTENTION_NAME),
             select_ops(device, dtype),
             MAX_LEN,
-            partial(compile_kernels, block_size=BLOCK),
+            partial(compile_kernels, block_size=BLOCK, vocab_size=shape.vocab),
         )
 
 
@@ -613,10 +613,9 @@ def compiled_kernels() -> dict[str, int]:
     """Return how many variants of each Triton kernel are compiled."""
     from forge.models.hf.attention import triton_decode
     from forge.models.hf.ops import small_gemm, triton_ops
-    from forge.models.hf.sampling import gumbel_triton
 
     found = {}
-    for module in (triton_decode, gumbel_triton, triton_ops, small_gemm):
+    for module in (triton_decode, triton_ops, small_gemm):
         for name, kernel in vars(module).items():
             if hasattr(kernel, "device_caches"):
                 found[name] = sum(len(caches[0]) for caches in kernel.device_caches.values())

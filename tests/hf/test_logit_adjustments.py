@@ -15,6 +15,7 @@ from forge.seam import Bind, Row
 torch = pytest.importorskip("torch")
 
 from forge.models.hf.buffers import upload_groups  # noqa: E402
+from forge.models.hf.sampling.adjusted_chunks import collect_chunk_rows  # noqa: E402
 from forge.models.hf.sampling.gumbel import purpose_offset  # noqa: E402
 from forge.models.hf.sampling.logit_adjustments import (  # noqa: E402
     apply_allowed_tokens,
@@ -27,7 +28,6 @@ from forge.models.hf.sampling.logit_adjustments import (  # noqa: E402
     collect_token_masks,
 )
 from forge.models.hf.sampling.penalties import PenaltyState  # noqa: E402
-from forge.models.hf.sampling.sampler import collect_chunk_rows  # noqa: E402
 from forge.models.hf.sampling.slot_params import SlotParams, build_slot_params  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -345,7 +345,7 @@ def test_a_row_that_asks_for_no_token_has_no_score_either() -> None:
     for slot in (0, 1):
         device.sampler.bind(slot, Bind(SamplingParams(logprobs=1), 0, 2))
     rows = [Row(0, 0, 0, 1, (5,), num_samples=1), Row(1, 0, 1, 1, (5,), num_samples=0)]
-    (scores,) = device.resample(torch.zeros(2, VOCAB), range(2), rows)
+    (scores,) = device.finish_sampling(torch.zeros(2, VOCAB), range(2), rows)
     assert scores.batch_rows == [0]
 
 

@@ -169,7 +169,7 @@ class HFModel:
         for row in plan.rows:
             if row.bind is not None:
                 sampler.bind(row.slot, row.bind)
-        sampler.flush_seeds()
+        sampler.flush_slots()
         rows = [plan.rows[index] for index in batch.plan_rows]
         if batch.rows_with_drafts:
             return _QueuedStep(
@@ -179,7 +179,7 @@ class HFModel:
         if self._decode_graphs is not None and self._decode_graphs.can_replay(batch, rows):
             ids, logits = self._decode_graphs.replay(batch)
             runner.update_penalties(rows, ids)
-            logprobs = runner.resample(logits, range(len(rows)), rows)
+            logprobs = runner.finish_sampling(logits, range(len(rows)), rows)
             return _QueuedStep(batch.plan_rows, logprobs, (), evidence)
         return _QueuedStep(
             batch.plan_rows, *runner.execute_model(batch, rows, self._mixed_graphs), evidence

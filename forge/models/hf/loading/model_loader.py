@@ -70,7 +70,7 @@ from forge.models.hf.ops.interface import Ops
 from forge.models.hf.progress import show_progress
 from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
 from forge.models.hf.runner.model_runner import ModelRunner
-from forge.models.hf.sampling.sampler import Sampler
+from forge.models.hf.sampling.sampler import Sampler, kernel_compilations
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.loaded_model import LoadedModel
 
@@ -147,7 +147,9 @@ def build_compiled_decoder(
     return decoder, layers
 
 
-def compile_kernels(fused: FusedDecoder, layers: Sequence[LayerSpec], block_size: int) -> None:
+def compile_kernels(
+    fused: FusedDecoder, layers: Sequence[LayerSpec], block_size: int, vocab_size: int
+) -> None:
     """Compile every kernel that a step may need, all at the same time. Does nothing on a CPU."""
     device, dtype = fused.device, fused.dtype
     kv_cache = KVCache(
@@ -161,7 +163,11 @@ def compile_kernels(fused: FusedDecoder, layers: Sequence[LayerSpec], block_size
     _, capturable = select_attention(kv_cache, layers)
     if capturable is not None:
         run_concurrently(
-            [*fused.warmup_calls(kv_cache), *capturable.warmup_calls(fused.first_rope)]
+            [
+                *kernel_compilations(vocab_size, device, dtype),
+                *fused.warmup_calls(kv_cache),
+                *capturable.warmup_calls(fused.first_rope),
+            ]
         )
 
 
@@ -292,7 +298,11 @@ def load_decoder(
                 module,
                 select_ops(device, checkpoint.dtype),
                 config_fields["max_model_len"],
-                partial(compile_kernels, block_size=config_fields["block_size"]),
+                partial(
+                    compile_kernels,
+                    block_size=config_fields["block_size"],
+                    vocab_size=checkpoint.vocab_size,
+                ),
             )
     kv_cache_spec = select_kv_cache_spec(layers, checkpoint.dtype, device)
     # A module that reads from the device cannot be captured; transformers marks those that do not.

@@ -25,8 +25,7 @@ from forge.models.hf.buffers import MAX_IN_FLIGHT, HostCopy, InputBuffer, Int32A
 from forge.models.hf.decoders.interface import ALL_TOKENS, Decoder, ForwardContext, TokenSelection
 from forge.models.hf.kv_cache import KVCache
 from forge.models.hf.runner.input_batch import InputBatch
-from forge.models.hf.sampling.gumbel import gumbel_sample
-from forge.models.hf.sampling.logprobs import PendingLogprobs, compute_logprobs
+from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.sampling.sampler import DraftDistribution, Sampler
 from forge.models.hf.sampling.status import STATUS_NAN
 from forge.seam import Bind, Row
@@ -173,8 +172,8 @@ class ModelRunner:
 
         slots, positions, tokens, source_rows   [R] int32; R includes rows that pad the batch
         Return the input ids, int32 [R], and the logits, [R, V]. Token and status of row r are in
-        `output_buffer.sampled[:, r]`, sampled from seed and temperature alone. Rows that need more
-        go through `resample` afterwards.
+        `output_buffer.sampled[:, r]`, sampled from the slot table alone. Rows whose logits are
+        adjusted go through `finish_sampling` afterwards.
         Safe inside a CUDA graph: no host read.
         """
         input_ids = self.resolve_input_ids(tokens, source_rows)
@@ -183,7 +182,7 @@ class ModelRunner:
         self.attention.plan(AttentionMetadata((), len(input_ids), slots, ends))
         context = ForwardContext(self.kv_cache, self.attention, slot_mapping)
         logits = self.decoder.compute_logits(self.decoder.forward(input_ids, positions, context))
-        self.gumbel_sample(
+        self.sampler.sample_slots(
             logits,
             slots,
             ends,
@@ -310,7 +309,7 @@ class ModelRunner:
                       attention reads for this token shows here. The row fails, sampled or not, and
                       its blocks are not cached
         slots, ends   [R] int32
-        `gumbel_sample` samples all of these rows, then `resample` overwrites those that need more.
+        `Sampler.sample_slots` samples all of these rows, then `finish_sampling` does the rest.
         Return the log probabilities of the sampled tokens, where requests return them.
         """
         num_rows = len(rows)
@@ -323,12 +322,12 @@ class ModelRunner:
             hidden, slots, ends = hidden[index], slots[index], ends[index]
         logits = self.decoder.compute_logits(hidden)
         sampled = torch.zeros((2, len(sampling_rows)), dtype=torch.int32, device=logits.device)
-        self.gumbel_sample(logits, slots, ends, sampled[0], sampled[1])
+        self.sampler.sample_slots(logits, slots, ends, sampled[0], sampled[1])
         if len(sampling_rows) < num_rows:
             self.output_buffer.sampled[:, index] = sampled
         else:
             self.output_buffer.sampled[:, :num_rows] = sampled
-        return self.resample(logits, sampling_rows, rows)
+        return self.finish_sampling(logits, sampling_rows, rows)
 
     def reset_outputs(self, hidden: torch.Tensor) -> None:
         """Clear `output_buffer` and set each row's status from its hidden state.
@@ -352,78 +351,56 @@ class ModelRunner:
         if sampler.penalty_slots and any(row.slot in sampler.penalty_slots for row in rows):
             sampler.update_penalties(rows, input_ids)
 
-    def resample(
+    def finish_sampling(
         self, logits: torch.Tensor, logits_batch_rows: Sequence[int], rows: Sequence[Row]
     ) -> list[PendingLogprobs]:
-        """Sample again, by `Sampler.sample`, the rows for which `gumbel_sample` was not enough.
+        """Sample the rows whose logits are adjusted, and compute log probabilities.
 
         logits              [n, V]
         logits_batch_rows   [n] row of the batch for each row of the logits
         rows                rows of the plan, in the order of the batch
-        Resampled are rows that are not `Sampler.is_temperature_only`; among them are all that
-        return log probabilities. Rows with num_samples 0 are skipped. Tokens and status in
-        `output_buffer` are overwritten, and the distributions of drafts are appended to
-        `draft_distributions`. Return the log probabilities of the sampled tokens, where requests
-        return them, as one entry or none.
+        Call it after `Sampler.sample_slots`: tokens and status of adjusted rows in `output_buffer`
+        are overwritten, and the distributions of drafts are appended to `draft_distributions`. Rows
+        with num_samples 0 are skipped. Return the log probabilities of the sampled tokens, where
+        requests return them, as one entry or none.
         """
         sampler = self.sampler
-        if not sampler.full_sampling_slots:
+        if not sampler.adjusted_slots and not sampler.logprob_slots:
             return []
         # A captured graph samples for every row, also where the plan has no sample.
         sampling_rows = [
-            (i, rows[batch_row])
+            (i, batch_row)
             for i, batch_row in enumerate(logits_batch_rows)
             if rows[batch_row].num_samples
         ]
-        full_rows = [i for i, row in sampling_rows if not sampler.is_temperature_only(row)]
-        if not full_rows:
+        adjusted = [each for each in sampling_rows if sampler.is_adjusted(rows[each[1]])]
+        if adjusted:
+            self._sample_adjusted(logits, adjusted, rows)
+        scored = [each for each in sampling_rows if rows[each[1]].slot in sampler.logprob_slots]
+        if not scored:
             return []
-        output_index = self.to_device([logits_batch_rows[i] for i in full_rows])
-        full_logits = logits if len(full_rows) == len(logits) else logits[self.to_device(full_rows)]
-        full_plan_rows = [rows[logits_batch_rows[i]] for i in full_rows]
-        output = sampler.sample(full_logits, full_plan_rows)
-        self.output_buffer.sampled[0, output_index] = output.tokens.to(torch.int32)
-        self.output_buffer.sampled[1, output_index] = output.status.to(torch.int32)
+        num_top = [sampler.slot_bind(rows[i].slot).params.logprobs or 0 for _, i in scored]
+        logits_rows = self.to_device([i for i, _ in scored])
+        tokens = self.output_buffer.sampled[0, self.to_device([i for _, i in scored])].long()
+        packed = sampler.compute_logprobs(logits, tokens, max(num_top), logits_rows)
+        return [PendingLogprobs([i for _, i in scored], num_top, HostCopy(packed))]
+
+    def _sample_adjusted(
+        self, logits: torch.Tensor, pairs: Sequence[tuple[int, int]], rows: Sequence[Row]
+    ) -> None:
+        """Sample the rows that need `Sampler.sample` into `output_buffer`.
+
+        pairs   row of the logits and row of the batch of each
+        """
+        batch_rows = [batch_row for _, batch_row in pairs]
+        output = self.sampler.sample(
+            logits, [rows[each] for each in batch_rows], [i for i, _ in pairs]
+        )
+        self.output_buffer.sampled.index_copy_(1, self.to_device(batch_rows), output.sampled)
         for distribution_rows, probs in output.draft_distributions:
             self.draft_distributions.append(
-                DraftDistribution(
-                    [logits_batch_rows[full_rows[i]] for i in distribution_rows], probs
-                )
+                DraftDistribution([batch_rows[i] for i in distribution_rows], probs)
             )
-        num_logprobs = [sampler.slot_bind(row.slot).params.logprobs for row in full_plan_rows]
-        logprob_rows = [i for i, count in enumerate(num_logprobs) if count is not None]
-        if not logprob_rows:
-            return []
-        logprob_index = self.to_device(logprob_rows)
-        counts = [num_logprobs[i] or 0 for i in logprob_rows]
-        packed = compute_logprobs(
-            full_logits[logprob_index], output.tokens[logprob_index], max(counts)
-        )
-        return [
-            PendingLogprobs(
-                [logits_batch_rows[full_rows[i]] for i in logprob_rows], counts, HostCopy(packed)
-            )
-        ]
-
-    def gumbel_sample(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        ends: torch.Tensor,
-        tokens: torch.Tensor,
-        status: torch.Tensor,
-    ) -> None:
-        """Sample a token for each row of logits from its slot's seed and temperature.
-
-        logits   [n, V]
-        slots    [n] int32
-        ends     [n] int32; position of the token to sample, one past the row's last input
-        tokens   [n] int32, overwritten; 0 where the row fails
-        status   [n] int32, overwritten; a status of sampling/status.py
-        Safe inside a CUDA graph: no host read.
-        """
-        seeds, temperatures = self.sampler.seeds, self.sampler.temperatures
-        gumbel_sample(logits, slots, ends, seeds, temperatures, tokens, status)
 
     def find_prompt_logprob_rows(
         self, batch: InputBatch, rows: Sequence[Row]
@@ -464,7 +441,7 @@ class ModelRunner:
                 logits = self.decoder.compute_logits(hidden[first : first + len(part)])
                 first += len(part)
                 tokens = self.to_device([bind.history[p] for p in part])
-                host_copy = HostCopy(compute_logprobs(logits, tokens, count))
+                host_copy = HostCopy(self.sampler.compute_logprobs(logits, tokens, count))
                 pending.append(
                     PendingLogprobs([batch_row] * len(part), [count] * len(part), host_copy)
                 )

@@ -24,7 +24,7 @@ import torch
 from forge.models.hf.buffers import HostCopy, Int32Array
 from forge.models.hf.runner.input_batch import InputBatch
 from forge.models.hf.runner.model_runner import ForwardGraphs, ModelRunner
-from forge.models.hf.sampling.logprobs import PendingLogprobs, compute_logprobs
+from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.speculation.acceptance import NO_LOGITS_ROWS, AcceptanceEvidence, LogitsRows
 from forge.models.hf.speculation.drafts import DraftTokens
 from forge.models.hf.speculation.rejection import NUM_FIELDS, compute_rejection_inputs
@@ -132,7 +132,7 @@ def execute_and_verify(
     )
     logits = runner.decoder.compute_logits(output.hidden[num_rows:first_prompt_logits])
     sampled = torch.zeros((2, len(logits_rows.batch_rows)), dtype=torch.int32, device=logits.device)
-    runner.gumbel_sample(
+    sampler.sample_slots(
         logits, output.extra_arrays[0], output.extra_arrays[1], sampled[0], sampled[1]
     )
     evidence = torch.zeros(
@@ -140,10 +140,10 @@ def execute_and_verify(
     )
     single_rows = (
         _single_token_rows(rows, logits_rows)
-        if sampler.full_sampling_slots or logits_rows.rejection_drafts
+        if sampler.adjusted_slots or sampler.logprob_slots or logits_rows.rejection_drafts
         else []
     )
-    _resample_logits_rows(runner, logits, logits_rows, single_rows, sampled)
+    _sample_adjusted(runner, logits, logits_rows, single_rows, sampled)
     evidence[:, :2] = sampled.t()
     logprobs: list[PendingLogprobs] = []
     if single_rows:
@@ -191,14 +191,14 @@ def draft_only_evidence(draft_tokens: DraftTokens) -> AcceptanceEvidence:
     )
 
 
-def _resample_logits_rows(
+def _sample_adjusted(
     runner: ModelRunner,
     logits: torch.Tensor,
     logits_rows: LogitsRows,
     single_rows: Sequence[Row],
     sampled: torch.Tensor,
 ) -> None:
-    """Sample again where seed and temperature alone do not determine the token.
+    """Sample again where the logits are adjusted.
 
     logits        [L, V]
     single_rows   row of one token for each logits row
@@ -208,16 +208,16 @@ def _resample_logits_rows(
     them.
     """
     sampler = runner.sampler
-    if not sampler.full_sampling_slots:
+    if not sampler.adjusted_slots:
         return
-    full_rows = [
+    adjusted = [
         logits_row
         for logits_row, row in enumerate(single_rows)
-        if logits_row not in logits_rows.rejection_drafts and not sampler.is_temperature_only(row)
+        if logits_row not in logits_rows.rejection_drafts and sampler.is_adjusted(row)
     ]
-    if full_rows:
-        output, index = sampler.sample(logits, single_rows, full_rows), runner.to_device(full_rows)
-        sampled[:, index] = torch.stack((output.tokens.int(), output.status.int()))[:, index]
+    if adjusted:
+        output = sampler.sample(logits, [single_rows[i] for i in adjusted], adjusted)
+        sampled.index_copy_(1, runner.to_device(adjusted), output.sampled)
 
 
 def _compute_logprobs(
@@ -236,7 +236,7 @@ def _compute_logprobs(
     next_tokens   [L] int64; the draft after each position
     evidence      [L, NUM_FIELDS] float64; its first column is the sampled token
     """
-    if not runner.sampler.full_sampling_slots:
+    if not runner.sampler.logprob_slots:
         return []
     requests: list[tuple[int, int]] = []
     for logits_row, slot in enumerate(logits_rows.slots.tolist()):
@@ -256,7 +256,7 @@ def _compute_logprobs(
         draft_rows = runner.to_device([request_rows[i] for i in draft_requests])
         tokens.index_copy_(0, draft_request_index, next_tokens[draft_rows])
     num_top = [count for _, count in requests]
-    packed = compute_logprobs(logits[request_index], tokens, max(num_top))
+    packed = runner.sampler.compute_logprobs(logits, tokens, max(num_top), request_index)
     return [
         PendingLogprobs(
             [logits_rows.batch_rows[logits_row] for logits_row in request_rows],

@@ -1,7 +1,7 @@
 """Filters of a batch of rows, as forge.sampling defines them: temperature, top-k, top-p, min-p.
 
-Owns the search for each row's cut, in plain torch. Knows no request. On CUDA, filters_triton.py
-finds the same cuts without an order of the vocabulary.
+Owns the search for each row's cut, in plain torch. Knows no request. sample.cu finds
+the same cuts without an order of the vocabulary.
 
     token    0    1    2    3    4        gaps to the largest logit, in steps of 2^-15
     gap      0   90   40   90   90        in order of (gap, token): 0 2 1 3 4

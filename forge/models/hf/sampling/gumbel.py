@@ -1,15 +1,11 @@
-"""Gumbel sampling of a decode step: one pass over the logits, no host, safe inside a CUDA graph.
+"""Gumbel noise of forge.sampling in plain torch.
 
-Owns the noise of forge.sampling on a device. Knows no request: seed and temperature come from
-tables that a graph reads, one entry per slot.
+Owns keys and noise. Knows no request and no logits.
 
-    logits row ── temperature 0 ──────────────── argmax ──► token
-               └─ otherwise  x * (1 / T) + noise ─ argmax
-                  best score  NaN, +inf or -inf ─────────► status, and token 0
+    seed, position, purpose ──► key ──► 32 bits of each token ──► uniform ──► -log(-log(uniform))
 
-Always true: the 32 bits of the noise equal those of forge.sampling, integer for integer. int64
-wraps here as the unsigned 64 bits do there. The rest is float64, as Python's floats are. Ties go to
-the lower id.
+Always true: the 32 bits equal those of forge.sampling, integer for integer. int64 wraps here as the
+unsigned 64 bits do there. The rest is float64, as Python's floats are.
 """
 
 from __future__ import annotations
@@ -17,66 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.models.hf.sampling.status import STATUS_OK, logits_status
-
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_FACTOR_2 = 0x94D049BB133111EB - 2**64
 
 MAX_CHUNK_LOGITS = 1 << 22
 """Logits that are worked on at once, so that float64 copies stay under 1 GB."""
-
-
-def gumbel_sample(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    seeds: Tensor,
-    temperatures: Tensor,
-    out_tokens: Tensor,
-    out_status: Tensor,
-) -> None:
-    """Write each row's token and status.
-
-    logits         [R, V]  any float dtype
-    slots          [R]     int32 or int64; index into the two tables
-    positions      [R]     int32 or int64; position of the token to sample
-    seeds          [N]     int64; the 64 bits of Bind.seed
-    temperatures   [N]     float64; 0 is greedy
-    out_tokens     [R]     any integer dtype; 0 where the status is not STATUS_OK
-    out_status     [R]     any integer dtype; a status of sampling/status.py
-    On CUDA: two kernels and no host read. Noise is computed only for rows that are not greedy.
-    """
-    if logits.is_cuda:
-        # Triton is installed only where torch has CUDA.
-        from forge.models.hf.sampling.gumbel_triton import gumbel_sample_cuda
-
-        gumbel_sample_cuda(logits, slots, positions, seeds, temperatures, out_tokens, out_status)
-        return
-    step = max(1, MAX_CHUNK_LOGITS // logits.shape[1])
-    for start in range(0, len(logits), step):
-        chunk = slice(start, start + step)
-        slot_index = slots[chunk].long()
-        tokens, status = _gumbel_sample_chunk(
-            logits[chunk], seeds[slot_index], temperatures[slot_index], positions[chunk]
-        )
-        out_tokens[chunk] = tokens
-        out_status[chunk] = status
-
-
-def _gumbel_sample_chunk(
-    logits: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return tokens, int64 [n], and status, int8 [n], of the rows of a chunk."""
-    scores = logits.to(torch.float64, copy=True)
-    random_rows = (temperatures > 0.0).nonzero().squeeze(1)
-    if len(random_rows):
-        noise = gumbel_noise(draw_keys(seeds[random_rows], positions[random_rows]), logits.shape[1])
-        scale = 1.0 / temperatures[random_rows]
-        scores[random_rows] = scores[random_rows] * scale[:, None] + noise
-    best, tokens = scores.max(dim=1)
-    status = logits_status(best)
-    return tokens.masked_fill(status != STATUS_OK, 0), status
 
 
 def purpose_offset(purpose: int) -> int:

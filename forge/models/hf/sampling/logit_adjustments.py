@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forge.models.hf.buffers import concatenate, int64_array
+from forge.models.hf.sampling.filters import MAX_SINGLE
 from forge.models.hf.sampling.slot_params import SlotParams
 from forge.seam import Row
 
@@ -140,12 +141,19 @@ def collect_logit_bias(params: Sequence[SlotParams], vocab_size: int) -> LogitBi
 
 
 def apply_logit_bias(logits: Tensor, bias: LogitBias[Tensor]) -> None:
-    """Add each value of `logit_bias` to its cell, in place.
+    """Add each value of `logit_bias` to its cell and round to single precision, in place.
 
     logits   [n, V]   float64, contiguous
     """
     if bias.cells.numel():
-        logits.view(-1).index_add_(0, bias.cells, bias.values)
+        flat = logits.view(-1)
+        biased = flat.index_select(0, bias.cells).add_(bias.values)
+        flat.index_copy_(0, bias.cells, round_single(biased))
+
+
+def round_single(x: Tensor) -> Tensor:
+    """Return forge.sampling.round_single of each number, float64."""
+    return torch.where(x == -inf, x, x.clamp(-MAX_SINGLE, MAX_SINGLE).float().double())
 
 
 def collect_min_tokens(
@@ -165,7 +173,7 @@ def collect_min_tokens(
 def apply_min_tokens(logits: Tensor, min_tokens: MinTokens[Tensor]) -> None:
     """Set the stop tokens to -inf, in place, in rows that can sample another token.
 
-    logits   [n, V]   float64, contiguous
+    logits   [n, V]   any float dtype, contiguous
     """
     if not min_tokens.cells.numel():
         return

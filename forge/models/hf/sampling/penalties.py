@@ -28,7 +28,7 @@ from torch import Tensor
 
 from forge.config import MAX_DRAFTS
 from forge.models.hf.buffers import concatenate, int64_array, upload
-from forge.models.hf.sampling.logit_adjustments import ArrayT
+from forge.models.hf.sampling.logit_adjustments import ArrayT, round_single
 from forge.models.hf.sampling.slot_params import SlotParams
 from forge.seam import Bind, Row
 
@@ -172,9 +172,12 @@ class PenaltyState:
                 *self._flatten_spans(spans.prompt_spans),
                 *self._flatten_spans(spans.output_spans),
             )
-            prompt_cells = prompt_slots + inputs.index_select(0, from_prompt)
-            prompt_mask.view(-1).index_fill_(0, prompt_cells, True)
-            _add_counts(output_counts.view(-1), output_slots + inputs.index_select(0, from_output))
+            if spans.prompt_spans:
+                prompt_cells = prompt_slots + inputs.index_select(0, from_prompt)
+                prompt_mask.view(-1).index_fill_(0, prompt_cells, True)
+            if spans.output_spans:
+                output_cells = output_slots + inputs.index_select(0, from_output)
+                _add_counts(output_counts.view(-1), output_cells)
         if spans.draft_spans:
             sources, cells = upload(
                 self._device,
@@ -232,10 +235,24 @@ class PenaltyState:
             drafts = self._draft_tokens.view(-1).index_select(0, penalties.draft_cells)
             _add_counts(count.view(-1), penalties.draft_rows * self._shape[1] + drafts)
         is_repeated = prompt_mask.index_select(0, penalties.slots).logical_or_(count > 0)
-        x = torch.where(is_repeated, torch.where(x > 0, x / repetition, x * repetition), x)
+        changed = torch.where(x > 0, x / repetition, x * repetition)
         # Not one fused operation: forge.sampling rounds the product before the sum.
         reduction = (frequency * count).add_(presence)
-        logits.index_copy_(0, penalties.rows, torch.where(count > 0, x - reduction, x))
+        changed = round_single(torch.where(count > 0, changed - reduction, changed))
+        logits.index_copy_(0, penalties.rows, torch.where(is_repeated, changed, x))
+
+    @property
+    def count_tables(self) -> tuple[Tensor, Tensor] | None:
+        """Tokens of the prompts, bool [slots, V], and counts in the outputs, int32 [slots, V].
+
+        None before a sequence has had penalties.
+        """
+        return self._count_tables
+
+    @property
+    def draft_tokens(self) -> Tensor:
+        """Drafts of each slot, int64 [slots, MAX_DRAFTS]."""
+        return self._draft_tokens
 
     def _ensure_tables(self) -> tuple[Tensor, Tensor]:
         """Return the tables [slots, V]: in the prompt, bool; count in the output, int32."""

@@ -1,28 +1,29 @@
 """Sampler: forge.sampling for a batch of rows, on the device that holds the logits.
 
-Owns the sampling state of each slot: its parameters on the host, its seed and temperature in
-tables that a CUDA graph reads, and its token counts for penalties. Knows no plan, no KV cache and
-no model. Rows that need only seed and temperature are sampled by gumbel.py from the same tables.
+Owns the sampling state of each slot: its parameters on the host, those that a CUDA graph reads in a
+table on the device, and its token counts for penalties. Knows no plan, no KV cache and no model.
+
+    sample_slots   greedy, temperature, top-k, top-p, min-p: from the slot table alone, so a CUDA
+                   graph holds it
+    sample         all of this order: rows whose logits are adjusted, and drafts under rejection
 
     logits ─ masks, allowed ids ─ bias ─ min_tokens ─ penalties ─ / T ─ top-k, top-p, min-p ─┐
       │                                                                                      │
       │                                                         tokens ◄─ argmax ─ + noise ◄─┘
       └─ NaN, +inf, all -inf, nothing allowed ─► status
 
-On CUDA, rows that have filters alone are sampled by filters_triton.py from the logits as they are.
-The others are sampled in chunks that fit into memory. One upload holds a chunk's parameters. The
-order of operations, the ties and the noise are those of forge.sampling, in float64. In a chunk with
-random rows a greedy row has scale 1 and noise times 0. A chunk of greedy rows alone has no filters
-and no noise.
+On CUDA both are the kernels of sample.cu. Where rejection needs whole distributions, and on a CPU,
+rows are sampled in plain torch, in chunks that fit into memory. One upload holds a chunk's
+parameters. In a chunk with random rows a greedy row has scale 1 and noise times 0.
 Always true: nothing here waits for a CUDA device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -31,43 +32,34 @@ from torch import Tensor
 
 from forge import sampling
 from forge.models.hf.buffers import int64_array, upload, upload_groups
-from forge.models.hf.sampling.filters import (
-    MAX_TOPK,
-    Cuts,
-    FilterParams,
-    compute_gaps,
-    find_cuts,
-    kept_mask,
-)
-from forge.models.hf.sampling.gumbel import (
-    MAX_CHUNK_LOGITS,
-    draw_keys,
-    gumbel_noise,
-    purpose_offset,
-)
+from forge.models.hf.sampling.adjusted_chunks import SamplingChunk, build_chunk, group_rows
+from forge.models.hf.sampling.filters import FilterParams, compute_gaps, find_cuts, kept_mask
+from forge.models.hf.sampling.gumbel import MAX_CHUNK_LOGITS, draw_keys, gumbel_noise
 from forge.models.hf.sampling.logit_adjustments import (
-    AllowedTokens,
     ArrayT,
-    LogitBias,
-    MinTokens,
-    TokenMasks,
-    apply_allowed_tokens,
-    apply_logit_bias,
     apply_min_tokens,
-    apply_token_masks,
-    collect_allowed_tokens,
-    collect_logit_bias,
     collect_min_tokens,
-    collect_token_masks,
+    round_single,
 )
-from forge.models.hf.sampling.penalties import Penalties, PenaltyState
+from forge.models.hf.sampling.logprobs import compute_logprobs
+from forge.models.hf.sampling.penalties import PenaltyState
+from forge.models.hf.sampling.row_adjustments import collect_row_adjustments
 from forge.models.hf.sampling.slot_params import SamplingNumbers, SlotParams, build_slot_params
-from forge.models.hf.sampling.status import (
-    STATUS_NOTHING_ALLOWED,
-    STATUS_OK,
-    logits_status,
+from forge.models.hf.sampling.slot_sampling import (
+    NUM_SLOT_FIELDS,
+    build_slot_entry,
+    create_slot_table,
+    sample_slots,
 )
+from forge.models.hf.sampling.status import STATUS_OK
+from forge.request import MAX_LOGPROBS
 from forge.seam import Bind, Row
+
+if TYPE_CHECKING:
+    from forge.models.hf.sampling.sample_cuda import SampleKernels
+
+MAX_FUSED_LOGITS = 1 << 27
+"""Logits that the kernels adjust at once: 512 MB in single precision."""
 
 
 class DraftDistribution(NamedTuple):
@@ -82,101 +74,64 @@ class DraftDistribution(NamedTuple):
     probs: Tensor
 
 
-class SamplerOutput(NamedTuple):
-    """Tokens of a batch of rows, on the device. Rows that were not sampled are uninitialized.
+class RowIndices(NamedTuple, Generic[ArrayT]):
+    """Indices of m rows, on the host or on the device.
 
-    tokens                [R] int64; 0 where the row failed
-    status                [R] int8; STATUS_OK, or a status that `error_text` explains
+    logits_rows           [m] int64; row of the logits
+    slots_and_positions   [m] int64, the bits of 2 * m int32: m slots, then the positions of the
+                          tokens to sample
+    """
+
+    logits_rows: ArrayT
+    slots_and_positions: ArrayT
+
+    @staticmethod
+    def collect(logits_rows: Sequence[int], rows: Sequence[Row]) -> RowIndices[NDArray[Any]]:
+        """Collect the fields of these rows on the host."""
+        numbers = [*(row.slot for row in rows), *(row.end for row in rows)]
+        return RowIndices(
+            int64_array(logits_rows),
+            np.array(numbers, np.int32).view(np.int64),
+        )
+
+
+class SamplerOutput(NamedTuple):
+    """Tokens of n rows, on the device.
+
+    sampled               [2, n] int32; token and status of each row. The token is 0 where the row
+                          failed; the status is STATUS_OK, or one that `error_text` explains
     draft_distributions   distributions of rows whose token is a draft that rejection will test; at
                           most one entry for each chunk
     """
 
-    tokens: Tensor
-    status: Tensor
+    sampled: Tensor
     draft_distributions: Sequence[DraftDistribution]
 
-
-class ChunkRows(NamedTuple, Generic[ArrayT]):
-    """Fields that each of a chunk's n rows has: numpy arrays on the host, tensors on the device.
-
-    indices           [n]       int64; index of the row in the logits and rows given to the sampler
-    numbers           [n * 5]   float64; the fields of SamplingNumbers, row after row
-    slots             [n]       int64
-    positions         [n]       int64; position of the token to sample, one past the row's inputs
-    purpose_offsets   [n]       int64; gumbel.purpose_offset of `SlotParams.purpose`
-    The slot's seed, the position and the purpose determine the key of a row's noise.
-    """
-
-    indices: ArrayT
-    numbers: ArrayT
-    slots: ArrayT
-    positions: ArrayT
-    purpose_offsets: ArrayT
-
-
-class ChunkInputs(NamedTuple):
-    """Parameters of a chunk's rows on the device, one field for each family of parameters."""
-
-    rows: ChunkRows[Tensor]
-    masks: TokenMasks[Tensor]
-    allowed: AllowedTokens[Tensor]
-    bias: LogitBias[Tensor]
-    min_tokens: MinTokens[Tensor]
-    penalties: Penalties[Tensor]
-
-
-class SamplingChunk(NamedTuple):
-    """Rows that are sampled together, n of them.
-
-    rows          index of each row in the logits and rows given to `adjusted_chunks`
-    slot_params   parameters of each row's slot
-    inputs        parameters of each row on the device, with its mask, slot and position
-    logits        [n, V] float64; logits after forge.sampling.process_logits. A copy that
-                  `apply_filters` changes in place
-    status        [n] int8; STATUS_OK, or why the row cannot be sampled: the raw logits have a NaN
-                  or +inf, all are -inf, or masks and allowed ids leave no token
-    max_top_k     most leading tokens whose order a row's filter needs; the size of the vocabulary
-                  for top-p without top-k; 0: no row needs an order, and nothing is sorted
-    is_random     some row is not greedy
-    """
-
-    rows: Sequence[int]
-    slot_params: Sequence[SlotParams]
-    inputs: ChunkInputs
-    logits: Tensor
-    status: Tensor
-    max_top_k: int
-    is_random: bool
+    @property
+    def tokens(self) -> Tensor:
+        """Token of each row, int32 [n]."""
+        return self.sampled[0]
 
     @property
-    def has_filters(self) -> bool:
-        """True where a row has top-k, top-p or min-p."""
-        return any(state.has_filters for state in self.slot_params)
-
-    @property
-    def indices(self) -> Tensor:
-        """`rows` on the device, int64 [n]."""
-        return self.inputs.rows.indices
-
-    @property
-    def numbers(self) -> Tensor:
-        """SamplingNumbers of each row on the device, float64 [n, 5]."""
-        return self.inputs.rows.numbers.view(-1, len(SamplingNumbers._fields))
+    def status(self) -> Tensor:
+        """Status of each row, int32 [n]."""
+        return self.sampled[1]
 
 
 class Sampler:
     """Sampler of one device, with the sampling state of its slots.
 
-    seeds          [num_slots + 1] int64; the 64 bits of each slot's seed
-    temperatures   [num_slots + 1] float64; 0 is greedy
-    The last entry of each is the scratch slot's, for rows that pad a batch; it stays greedy. Both
-    are read by CUDA graphs: their addresses are fixed. Memory for penalties is allocated when a
-    sequence first uses them: see PenaltyState.
+    slot_table         [num_slots + 1, 6] int64; seed and SamplingNumbers of each slot. The last
+                       entry is the scratch slot's, for rows that pad a batch; it stays greedy
+    unadjusted_table   the same for `sample_slots`: a slot whose rows are all adjusted is greedy
+                       here, since `sample` overwrites what it gets. CUDA graphs read this table:
+                       its address is fixed
+    Memory for penalties is allocated when a sequence first uses them: see PenaltyState.
 
-    full_sampling_slots    slots that may have rows for `sample`; `is_temperature_only`
-                           decides for a row
+    adjusted_slots         slots that may have rows for `sample`; `is_adjusted` decides for a row
     penalty_slots          slots with penalties; a step with none of them needs no
                            `update_penalties`
+    logprob_slots          slots that return log probabilities of their output
     prompt_logprob_slots   slots that return log probabilities of their prompt
     """
 
@@ -184,33 +139,43 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._slot_params: dict[int, SlotParams] = {}
-        self.full_sampling_slots: set[int] = set()
+        self.adjusted_slots: set[int] = set()
         self.penalty_slots: set[int] = set()
+        self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
-        self._pending: dict[int, tuple[int, float]] = {}
-        self._seed_temperature = torch.zeros(2, num_slots + 1, dtype=torch.int64, device=device)
-        self.seeds = self._seed_temperature[0]
-        self.temperatures = self._seed_temperature[1].view(torch.float64)
+        self._pending: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self.slot_table = create_slot_table(num_slots + 1, vocab_size, device)
+        self.unadjusted_table = self.slot_table.clone()
         self._penalties = PenaltyState(num_slots, vocab_size, device)
+        self._kernels = create_kernels(vocab_size, device)
 
     def bind(self, slot: int, bind: Bind) -> None:
         """Give the slot to a new sequence.
 
-        Its seed and temperature are copied to the device by the next `flush_seeds`.
+        Its entry in the slot table is copied to the device by the next `flush_slots`.
         A sequence with penalties has its history uploaded and counted here: as prompt before
         prompt_len, then as output.
         """
         slot_params = self._slot_params[slot] = build_slot_params(bind, self._vocab_size)
         params = bind.params
         for slots, needed in (
-            (self.full_sampling_slots, slot_params.temperature_only_from > 0),
+            (self.adjusted_slots, slot_params.adjusted_until > 0),
             (self.penalty_slots, params.has_penalties),
+            (self.logprob_slots, params.logprobs is not None),
             (self.prompt_logprob_slots, params.prompt_logprobs is not None),
         ):
             slots.discard(slot)
             if needed:
                 slots.add(slot)
-        self._pending[slot] = (bind.seed, 0.0 if params.greedy else params.temperature)
+        is_always_adjusted = slot_params.adjusted_until == inf
+        numbers = slot_params.numbers
+        self._pending[slot] = (
+            build_slot_entry(bind.seed, numbers),
+            build_slot_entry(
+                bind.seed,
+                SamplingNumbers.greedy(self._vocab_size) if is_always_adjusted else numbers,
+            ),
+        )
         self._penalties.bind(slot, bind)
 
     def slot_bind(self, slot: int) -> Bind:
@@ -227,22 +192,21 @@ class Sampler:
             return range(0)
         return range(row.start + 1, min(row.end, self.slot_bind(row.slot).prompt_len - 1) + 1)
 
-    def flush_seeds(self) -> None:
-        """Copy seeds and temperatures of slots bound since the last flush, in one upload.
+    def flush_slots(self) -> None:
+        """Copy the table entries of slots bound since the last flush, in one upload.
 
-        Call it after the step's binds and before `gumbel_sample` or a graph reads the tables. Does
+        Call it after the step's binds and before `sample_slots` or a graph reads the table. Does
         nothing where no slot was bound.
         """
         if not self._pending:
             return
-        seeds = np.array([seed for seed, _ in self._pending.values()], np.uint64).view(np.int64)
-        temperatures = np.array(
-            [temperatures for _, temperatures in self._pending.values()], np.float64
-        ).view(np.int64)
-        slots, bits = upload(
-            self._device, int64_array(list(self._pending)), np.concatenate((seeds, temperatures))
+        slots, *tables = upload(
+            self._device,
+            int64_array([*self._pending]),
+            *map(np.concatenate, zip(*self._pending.values(), strict=True)),
         )
-        self._seed_temperature.index_copy_(1, slots, bits.view(2, -1))
+        for table, entries in zip((self.slot_table, self.unadjusted_table), tables, strict=True):
+            table.index_copy_(0, slots, entries.view(-1, NUM_SLOT_FIELDS))
         self._pending.clear()
 
     def update_penalties(self, rows: Sequence[Row], inputs: Tensor) -> None:
@@ -258,85 +222,139 @@ class Sampler:
         """
         self._penalties.update(rows, inputs)
 
-    def is_temperature_only(self, row: Row) -> bool:
-        """Return whether `gumbel_sample` is enough for the token after this row.
+    def is_adjusted(self, row: Row) -> bool:
+        """Return whether the token after this row needs `sample`.
 
-        If so, seed and temperature determine the token, and nothing else is returned for it. False
-        also where the request returns log probabilities of its output, and where rejection needs
-        the distribution of a draft.
-        Compares the row's end with `SlotParams.temperature_only_from`. min_tokens applies up to a
+        If not, `sample_slots` is enough: temperature and filters determine the token.
+        Compares the row's end with `SlotParams.adjusted_until`. min_tokens applies up to a
         position; every other reason applies to the whole sequence. Masks are covered: a sequence
-        with structured output is never temperature-only.
+        with structured output is always adjusted.
         """
-        return row.end >= self._slot_params[row.slot].temperature_only_from
+        return row.end < self._slot_params[row.slot].adjusted_until
+
+    def sample_slots(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        out_tokens: Tensor,
+        out_status: Tensor,
+    ) -> None:
+        """Sample a token for each row from its slot's entry in the slot table.
+
+        logits       [n, V] any float dtype; not changed
+        slots        [n] int32
+        positions    [n] int32; position of the token to sample, one past the row's last input
+        out_tokens   [n] int32, overwritten; 0 where the row fails
+        out_status   [n] int32, overwritten; a status of sampling/status.py
+        Call `flush_slots` first. On CUDA it is one kernel, safe inside a CUDA graph.
+        """
+        kernels = self._kernels_for(logits)
+        sample = sample_slots if kernels is None else kernels.sample
+        sample(logits, slots, positions, self.unadjusted_table, out_tokens, out_status)
+
+    def _kernels_for(self, logits: Tensor) -> SampleKernels | None:
+        """Return the kernels that read these logits; None: plain torch does."""
+        return None if logits.dtype == torch.float64 else self._kernels
 
     def sample(
-        self, logits: Tensor, rows: Sequence[Row], row_indices: Sequence[int] | None = None
+        self, logits: Tensor, rows: Sequence[Row], logits_rows: Sequence[int] | None = None
     ) -> SamplerOutput:
         """Sample the token after each row, as forge.sampling does.
 
-        logits        [R, V] any float dtype; after the last position of each row; not changed
-        rows          [R] row of each logits row; only the first of its masks is read
-        row_indices   rows to sample, or None for all; token and status of the others are
-                      uninitialized
-        Flushes seeds first. Penalties use the counts of `update_penalties`, which goes first.
+        logits        [R, V] any float dtype; not changed
+        rows          [n] only the first of a row's masks is read
+        logits_rows   [n] row of the logits after the last position of each row; None: the first n
+        Flushes slots first. Penalties use the counts of `update_penalties`, which goes first.
         A row that cannot be sampled fails alone, by its status. Temporary memory: under 1 GB for
-        any R, without the draft distributions that are returned.
+        any n, without the draft distributions that are returned.
         """
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-        status = torch.empty(len(rows), dtype=torch.int8, device=self._device)
+        if logits_rows is None:
+            logits_rows = range(len(rows))
+        kernels = self._kernels_for(logits)
+        purposes = [self._slot_params[row.slot].purpose for row in rows]
+        # Rejection needs the whole distribution of a draft, which the kernels do not keep.
+        is_fused = [kernels is not None and purpose == sampling.PLAIN for purpose in purposes]
+        if kernels is not None and all(is_fused):
+            return SamplerOutput(self._sample_fused(kernels, logits, rows, logits_rows), [])
+        sampled = torch.empty(2, len(rows), dtype=torch.int32, device=self._device)
+        if kernels is not None and any(is_fused):
+            fused = [index for index, each in enumerate(is_fused) if each]
+            (index,) = upload(self._device, int64_array(fused))
+            parts = self._sample_fused(
+                kernels, logits, [rows[i] for i in fused], [logits_rows[i] for i in fused]
+            )
+            sampled.index_copy_(1, index, parts)
         draft_distributions: list[DraftDistribution] = []
-        remaining: Sequence[int] = range(len(rows)) if row_indices is None else row_indices
-        if logits.is_cuda:
-            filtered = [i for i in remaining if self._is_filtered_only(rows[i])]
-            if filtered:
-                self._sample_filtered(logits, rows, filtered, tokens, status)
-                remaining = [i for i in remaining if not self._is_filtered_only(rows[i])]
-        for chunk in self.adjusted_chunks(logits, rows, remaining):
+        (index,) = upload(self._device, int64_array(logits_rows))
+        remaining = [index for index, each in enumerate(is_fused) if not each]
+        for chunk in self.adjusted_chunks(logits.index_select(0, index), rows, remaining):
             scores = chunk.logits
             if chunk.is_random:
                 scores = self.apply_filters(chunk)
                 draft_distributions += self._draft_distributions(chunk, scores)
                 keys = self.draw_keys(chunk, chunk.inputs.rows.purpose_offsets)
                 scores.add_(gumbel_noise(keys, scores.shape[1]).mul_(chunk.numbers[:, 1:2]))
-            sampled = scores.argmax(1).masked_fill_(chunk.status != STATUS_OK, 0)
-            tokens.index_copy_(0, chunk.indices, sampled)
-            status.index_copy_(0, chunk.indices, chunk.status)
-        return SamplerOutput(tokens, status, draft_distributions)
+            tokens = scores.argmax(1).masked_fill_(chunk.status != STATUS_OK, 0)
+            sampled.index_copy_(1, chunk.indices, torch.stack((tokens.int(), chunk.status.int())))
+        return SamplerOutput(sampled, draft_distributions)
 
-    def _is_filtered_only(self, row: Row) -> bool:
-        return self._slot_params[row.slot].is_filtered_only(row.end)
-
-    def _sample_filtered(
+    def _sample_fused(
         self,
+        kernels: SampleKernels,
         logits: Tensor,
         rows: Sequence[Row],
-        row_indices: Sequence[int],
-        tokens: Tensor,
-        status: Tensor,
-    ) -> None:
-        """Write token and status of rows that have filters, and no adjustment of their logits."""
-        # Triton is installed only where torch has CUDA.
-        from forge.models.hf.sampling.filters_triton import filtered_sample_cuda
+        logits_rows: Sequence[int],
+    ) -> Tensor:
+        """Return token and status of m rows, int32 [2, m]. Samples parts that fit into memory.
 
-        self.flush_seeds()
-        params = [self._slot_params[rows[index].slot] for index in row_indices]
-        (inputs,) = upload_groups(
-            self._device,
-            collect_chunk_rows(row_indices, [rows[index] for index in row_indices], params),
-        )
-        sampled, sampled_status = filtered_sample_cuda(
-            logits,
-            inputs.indices,
-            inputs.numbers.view(-1, len(SamplingNumbers._fields)),
-            inputs.slots,
-            inputs.positions,
-            self.seeds,
-            has_order=any(each.max_top_k for each in params),
-            has_top_p=any(each.numbers.top_p < 1.0 for each in params),
-        )
-        tokens.index_copy_(0, inputs.indices, sampled.long())
-        status.index_copy_(0, inputs.indices, sampled_status.to(status.dtype))
+        logits_rows   [m] row of the logits of each row
+        """
+        self.flush_slots()
+        sampled = torch.empty(2, len(rows), dtype=torch.int32, device=self._device)
+        max_rows = max(1, MAX_FUSED_LOGITS // self._vocab_size)
+        for start in range(0, len(rows), max_rows):
+            part = slice(start, start + max_rows)
+            part_rows = rows[part]
+            params = [self._slot_params[row.slot] for row in part_rows]
+            penalties = self._penalties.collect(part_rows, params)
+            adjustments, min_tokens, where = upload_groups(
+                self._device,
+                collect_row_adjustments(part_rows, params, penalties, self._vocab_size),
+                collect_min_tokens(part_rows, params, self._vocab_size),
+                RowIndices.collect(logits_rows[part], part_rows),
+            )
+            adjusted, raw_flags = kernels.adjust(
+                logits,
+                where.logits_rows,
+                adjustments,
+                self._penalties.draft_tokens,
+                self._penalties.count_tables,
+            )
+            apply_min_tokens(adjusted, min_tokens)
+            slots, positions = where.slots_and_positions.view(torch.int32).view(2, -1)
+            out = sampled[:, part]
+            kernels.sample(
+                adjusted, slots, positions, self.slot_table, out[0], out[1], raw_flags=raw_flags
+            )
+        return sampled
+
+    def compute_logprobs(
+        self, logits: Tensor, tokens: Tensor, num_top: int, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """Return `logprobs.compute_logprobs` of rows of the logits.
+
+        logits        [R, V] any float dtype
+        tokens        [n] int64
+        logits_rows   [n] int64; None: the first n
+        """
+        num_top = min(num_top, self._vocab_size)
+        kernels = self._kernels_for(logits)
+        if kernels is not None and num_top <= MAX_LOGPROBS:
+            return kernels.logprobs(logits, tokens, num_top, logits_rows)
+        if logits_rows is not None:
+            logits = logits.index_select(0, logits_rows)
+        return compute_logprobs(logits, tokens, num_top)
 
     def adjusted_chunks(
         self, logits: Tensor, rows: Sequence[Row], row_indices: Sequence[int]
@@ -347,24 +365,17 @@ class Sampler:
         rows          [R] row of each logits row; only the first of its masks is read
         row_indices   rows to yield, each in one chunk. Rows and chunks are in ascending order of
                       `SlotParams.max_top_k`
-        Flushes seeds first. Temperature and filters are left to `apply_filters`.
+        Flushes slots first. Temperature and filters are left to `apply_filters`.
         """
-        self.flush_seeds()
-        for chunk_rows in self._group_rows(rows, row_indices):
-            slot_params = [self._slot_params[rows[index].slot] for index in chunk_rows]
-            inputs = self._upload_inputs(
-                chunk_rows, [rows[index] for index in chunk_rows], slot_params
-            )
-            adjusted = logits.index_select(0, inputs.rows.indices).double()
-            status = logits_status(adjusted.amax(1))
-            self._adjust_logits(adjusted, inputs)
-            if inputs.allowed.rows.numel() or inputs.masks.rows.numel():
-                nothing_allowed = (status == STATUS_OK) & (adjusted.amax(1) == -inf)
-                status.masked_fill_(nothing_allowed, STATUS_NOTHING_ALLOWED)
-            max_top_k = max(state.max_top_k for state in slot_params)
-            is_random = any(state.numbers.noise_scale for state in slot_params)
-            yield SamplingChunk(
-                chunk_rows, slot_params, inputs, adjusted, status, max_top_k, is_random
+        self.flush_slots()
+        params = {index: self._slot_params[rows[index].slot] for index in row_indices}
+        for chunk_rows in group_rows(params, max(1, MAX_CHUNK_LOGITS // self._vocab_size)):
+            yield build_chunk(
+                logits,
+                chunk_rows,
+                [rows[index] for index in chunk_rows],
+                [params[index] for index in chunk_rows],
+                self._penalties,
             )
 
     def draw_keys(self, chunk: SamplingChunk, offsets: Tensor | int) -> Tensor:
@@ -373,7 +384,7 @@ class Sampler:
         offsets   [n] int64, or one number for all rows; gumbel.purpose_offset of what the noise is
                   for: `chunk.inputs.rows.purpose_offsets` to sample, RESIDUAL after a rejection
         """
-        seeds = self.seeds.index_select(0, chunk.inputs.rows.slots)
+        seeds = self.slot_table[:, 0].index_select(0, chunk.inputs.rows.slots)
         return draw_keys(seeds, chunk.inputs.rows.positions, offsets)
 
     def _draft_distributions(self, chunk: SamplingChunk, logits: Tensor) -> list[DraftDistribution]:
@@ -397,56 +408,6 @@ class Sampler:
             )
         ]
 
-    def _group_rows(self, rows: Sequence[Row], row_indices: Sequence[int]) -> Iterator[list[int]]:
-        """Yield row indices in groups that fit into memory and need the same kind of filter.
-
-        Kinds: no order of tokens, torch.topk up to MAX_TOPK, and a sort of the vocabulary. Rows are
-        in ascending order of `SlotParams.max_top_k`.
-        """
-
-        def order(at: int) -> int:
-            return self._slot_params[rows[at].slot].max_top_k
-
-        max_rows = max(1, MAX_CHUNK_LOGITS // self._vocab_size)
-        by_order = sorted(row_indices, key=order)
-        for _, group in groupby(by_order, key=lambda at: (order(at) > 0) + (order(at) > MAX_TOPK)):
-            picks = list(group)
-            for start in range(0, len(picks), max_rows):
-                yield picks[start : start + max_rows]
-
-    def _upload_inputs(
-        self, chunk_rows: Sequence[int], rows: Sequence[Row], params: Sequence[SlotParams]
-    ) -> ChunkInputs:
-        """Collect every family of a chunk's parameters and copy them to the device in one transfer.
-
-        chunk_rows   index of each row in the logits and rows given to `adjusted_chunks`
-        rows         rows of the chunk
-        params       parameters of each row's slot
-        """
-        size = self._vocab_size
-        return ChunkInputs(
-            *upload_groups(
-                self._device,
-                collect_chunk_rows(chunk_rows, rows, params),
-                collect_token_masks(rows, size),
-                collect_allowed_tokens(params, size),
-                collect_logit_bias(params, size),
-                collect_min_tokens(rows, params, size),
-                self._penalties.collect(rows, params),
-            )
-        )
-
-    def _adjust_logits(self, logits: Tensor, inputs: ChunkInputs) -> None:
-        """Apply masks, allowed ids, bias, min_tokens and penalties in place, in that order.
-
-        logits   [n, V] float64, contiguous
-        """
-        apply_token_masks(logits, inputs.masks)
-        apply_allowed_tokens(logits, inputs.allowed)
-        apply_logit_bias(logits, inputs.bias)
-        apply_min_tokens(logits, inputs.min_tokens)
-        self._penalties.apply(logits, inputs.penalties)
-
     def apply_filters(self, chunk: SamplingChunk) -> Tensor:
         """Divide the chunk's logits by temperature and set filtered tokens to -inf, in place.
 
@@ -458,41 +419,36 @@ class Sampler:
         inverse_temperature, _, top_k, top_p, max_gap = numbers.unbind(1)
         if chunk.has_filters:
             gaps = compute_gaps(x, inverse_temperature)
-            if x.is_cuda:
-                cuts = self._find_cuts_cuda(chunk)
+            if self._kernels is None:
+                cuts = find_cuts(gaps, FilterParams(top_k, top_p, max_gap), chunk.max_top_k)
             else:
-                params = FilterParams(top_k, top_p, max_gap)
-                cuts = find_cuts(gaps, params, chunk.max_top_k)
+                slots = chunk.inputs.rows.slots.int()
+                cuts = self._kernels.find_cuts(round_single(x).float(), slots, self.slot_table)
             x.masked_fill_(kept_mask(gaps, cuts).logical_not_(), -inf)
         return x.mul_(inverse_temperature[:, None])
 
-    def _find_cuts_cuda(self, chunk: SamplingChunk) -> Cuts:
-        # Triton is installed only where torch has CUDA.
-        from forge.models.hf.sampling.filters_triton import find_cuts_cuda
 
-        _, gaps, tokens = find_cuts_cuda(
-            chunk.logits,
-            torch.arange(len(chunk.rows), device=self._device),
-            chunk.numbers,
-            has_order=chunk.max_top_k > 0,
-            has_top_p=any(state.numbers.top_p < 1.0 for state in chunk.slot_params),
-        )
-        return Cuts(gaps, tokens)
+def create_kernels(vocab_size: int, device: torch.device) -> SampleKernels | None:
+    """Return the kernels of a CUDA device; None for any other."""
+    if device.type != "cuda":
+        return None
+    # The bindings of CUDA are installed only where torch has CUDA.
+    from forge.models.hf.sampling.sample_cuda import SampleKernels
+
+    return SampleKernels(vocab_size, device)
 
 
-def collect_chunk_rows(
-    chunk_rows: Sequence[int], rows: Sequence[Row], params: Sequence[SlotParams]
-) -> ChunkRows[NDArray[Any]]:
-    """Collect the fields that every row of a chunk has, on the host.
+def kernel_compilations(
+    vocab_size: int, device: torch.device, dtype: torch.dtype
+) -> list[Callable[[], object]]:
+    """Return calls that compile the kernels a sampler of this device needs; none on a CPU.
 
-    chunk_rows   index of each row in the logits and rows given to `Sampler.adjusted_chunks`
-    rows         rows of the chunk
-    params       parameters of each row's slot
+    dtype   type of the model's logits
     """
-    return ChunkRows(
-        int64_array(chunk_rows),
-        np.array([each.numbers for each in params], np.float64).reshape(-1),
-        int64_array([row.slot for row in rows]),
-        int64_array([row.end for row in rows]),
-        int64_array([purpose_offset(each.purpose) for each in params]),
-    )
+    if device.type != "cuda":
+        return []
+    from forge.models.hf.sampling.sample_cuda import compile_sample_kernels
+
+    return [
+        partial(compile_sample_kernels, each, vocab_size, device) for each in {dtype, torch.float32}
+    ]

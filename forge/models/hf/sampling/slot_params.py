@@ -4,15 +4,15 @@ Owns the translation of a Bind. Knows no batch and no tensor.
 
     Bind ──► SamplingNumbers   a row of five floats: scale, noise, top-k, top-p, min-p
          ├─► token ids         allowed, biased, and stop tokens of min_tokens
-         └─► limits            tokens that a filter has to order, and the position from which seed
-                               and temperature are enough
+         └─► limits            tokens that a filter has to order, and the position from which
+                               temperature and filters are enough
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,11 @@ class SamplingNumbers(NamedTuple):
     top_p: float
     max_gap: float
 
+    @classmethod
+    def greedy(cls, vocab_size: int) -> Self:
+        """Return the parameters of a greedy row."""
+        return cls(1.0, 0.0, vocab_size, 1.0, MAX_GAP)
+
 
 @dataclass(slots=True)
 class SlotParams:
@@ -45,11 +50,10 @@ class SlotParams:
 
     stop_token_ids          ids that min_tokens rules out
     purpose                 purpose of its samples, unless a draft is tested there
-    is_adjusted             a mask, allowed ids, bias or penalties change its logits
     max_top_k               leading tokens whose order a filter needs; 0: none
-    temperature_only_from   position from which `gumbel_sample` is enough: seed and temperature
-                            determine the token. inf where it never is, as for a sequence that
-                            returns log probabilities
+    adjusted_until          position from which `Sampler.sample_slots` is enough, which knows
+                            temperature and filters. inf where it never is: a mask, allowed ids,
+                            bias or penalties change the logits, or rejection needs the distribution
     """
 
     bind: Bind
@@ -59,21 +63,13 @@ class SlotParams:
     bias_values: NDArray[Any]
     stop_token_ids: NDArray[Any]
     purpose: int
-    is_adjusted: bool
     max_top_k: int
-    temperature_only_from: float
+    adjusted_until: float
 
     @property
     def has_filters(self) -> bool:
         """True where top-k, top-p or min-p may remove a token."""
         return self.max_top_k > 0 or self.numbers.max_gap < MAX_GAP
-
-    def is_filtered_only(self, position: int) -> bool:
-        """Return whether nothing but temperature and filters changes the logits at `position`.
-
-        False for drafts that rejection tests: they need the probabilities of all tokens.
-        """
-        return not (self.is_adjusted or self.purpose == DRAFT or self.min_tokens_applies(position))
 
     def min_tokens_applies(self, position: int) -> bool:
         """Return whether min_tokens keeps the output from ending at `position`."""
@@ -85,7 +81,7 @@ def build_slot_params(bind: Bind, vocab_size: int) -> SlotParams:
     """Return the parameters of the bind's sequence, over a vocabulary of this size."""
     params = bind.params
     top_k = min(params.top_k or vocab_size, vocab_size)
-    numbers = SamplingNumbers(1.0, 0.0, vocab_size, 1.0, MAX_GAP)
+    numbers = SamplingNumbers.greedy(vocab_size)
     max_top_k = 0
     if not params.greedy:
         max_gap = min_p_gap(params.min_p)
@@ -103,13 +99,6 @@ def build_slot_params(bind: Bind, vocab_size: int) -> SlotParams:
         or params.logit_bias
         or params.has_penalties
     )
-    needs_full_sampling = (
-        is_adjusted
-        or params.logprobs is not None
-        or keeps_distribution
-        or max_top_k
-        or numbers.max_gap < MAX_GAP
-    )
     min_length = bind.prompt_len + params.min_tokens if len(stop_token_ids) else 0
     return SlotParams(
         bind,
@@ -119,7 +108,6 @@ def build_slot_params(bind: Bind, vocab_size: int) -> SlotParams:
         np.array([bias for _, bias in params.logit_bias], np.float64),
         stop_token_ids,
         DRAFT if keeps_distribution else PLAIN,
-        is_adjusted,
         max_top_k,
-        inf if needs_full_sampling else min_length,
+        inf if is_adjusted or keeps_distribution else min_length,
     )

@@ -1,0 +1,318 @@
+"""SampleKernels: the kernels of sample.cu on one CUDA device. Imported only where torch has CUDA.
+
+Owns their compilation and launch. Knows no request and no sampling parameter.
+
+    sample.cu ──NVRTC──► a module for each type of logits ──► sample, adjust, logprobs
+                         8 CTAs a row in a cluster    compute capability 9.0 and above
+                         1 CTA a row, cells in global memory    below, or for a huge vocabulary
+
+NVRTC and its bindings come with torch: no compiler has to be installed.
+Always true: nothing here waits for the device, and `sample` is safe inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from cuda.bindings import driver, nvrtc
+from torch import Tensor
+
+from forge.models.hf.sampling.filters import Cuts
+from forge.models.hf.sampling.row_adjustments import RowAdjustments
+
+SOURCE = Path(__file__).with_name("sample.cu")
+
+LOGIT_MACROS = {
+    torch.bfloat16: "LOGIT_BF16",
+    torch.float16: "LOGIT_F16",
+    torch.float32: "LOGIT_F32",
+}
+"""Macro of sample.cu for each type of logits that the kernels read."""
+
+ADJUST_TILE = 4096
+"""Tokens of a CTA of `adjust`: TILE in sample.cu."""
+
+SHARED_STATE_BYTES = 13 * 1024
+"""Room for `Shared` of sample.cu in shared memory, before the cells."""
+
+
+class _RowLayout(NamedTuple):
+    """Division of a row's vocabulary.
+
+    cluster   CTAs of a row
+    threads   threads of a CTA
+    chunk     tokens of a CTA
+    """
+
+    cluster: int
+    threads: int
+    chunk: int
+
+    @property
+    def uses_scratch(self) -> bool:
+        """True where the cells are in global memory."""
+        return self.cluster == 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return SHARED_STATE_BYTES + (0 if self.uses_scratch else 4 * self.chunk)
+
+    @classmethod
+    def choose(cls, vocab_size: int, device: torch.device) -> _RowLayout:
+        """Return a cluster where the device has them and a part of the row fits, or one CTA."""
+        cluster = cls(8, 512, _round_up(-(-vocab_size // 8), 8))
+        has_clusters = torch.cuda.get_device_capability(device) >= (9, 0)
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        max_shared_bytes = _check(driver.cuDeviceGetAttribute(attribute, device.index or 0))
+        if has_clusters and cluster.shared_bytes <= max_shared_bytes:
+            return cluster
+        return cls(1, 1024, _round_up(vocab_size, 8))
+
+
+class SampleKernels:
+    """Kernels for logits of `vocab_size` tokens on the device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        """Compile the kernels for adjusted logits. Others are compiled when they are first used."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._layout = _RowLayout.choose(vocab_size, device)
+        self._functions: dict[torch.dtype, dict[str, Any]] = {}
+        self._functions_for(torch.float32)
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        slot_table: Tensor,
+        out_tokens: Tensor,
+        out_status: Tensor,
+        *,
+        rows: Tensor | None = None,
+        raw_flags: Tensor | None = None,
+    ) -> None:
+        """Write token and status of each of n rows: temperature, filters, noise, argmax.
+
+        logits       [R, V] bfloat16, float16 or float32; logits of a row are contiguous
+        slots        [n] int32
+        positions    [n] int32; positions of the tokens to sample
+        slot_table   [slots, 6] int64; see Sampler
+        out_tokens   [n] int32; 0 where the status is not STATUS_OK
+        out_status   [n] int32
+        rows         [n] int64; rows of `logits`, or None: the first n
+        raw_flags    [n] int32; result of `adjust`, where these logits are its result
+        """
+        self._launch_sample(
+            logits, rows, slots, positions, slot_table, raw_flags, out_tokens, out_status
+        )
+
+    def find_cuts(self, logits: Tensor, slots: Tensor, slot_table: Tensor) -> Cuts:
+        """Return where the filters of each row end.
+
+        logits   [n, V]
+        slots    [n] int32
+        """
+        cuts = torch.full((len(slots), 2), -1, dtype=torch.int32, device=self._device)
+        self._launch_sample(logits, None, slots, slots, slot_table, out_cuts=cuts)
+        gaps, tokens = cuts.long().unbind(1)
+        return Cuts(gaps, tokens.clamp_(max=self._vocab_size))
+
+    def adjust(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        adjustments: RowAdjustments[Tensor],
+        draft_tokens: Tensor,
+        count_tables: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the adjusted logits, float32 [n, V], and the flags of the raw ones, int32 [n].
+
+        logits         [R, V]; not changed
+        rows           [n] int64; rows of `logits`
+        adjustments    those of the n rows
+        draft_tokens   int64; flat table of drafts
+        count_tables   [slots, V] tokens of the prompt, bool; counts in the output, int32. None
+                       where no row has penalties
+        """
+        num_rows = len(rows)
+        adjusted = torch.empty(num_rows, self._vocab_size, device=self._device)
+        raw_flags = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
+        prompt_mask, output_counts = count_tables or (None, None)
+        self._launch(
+            self._functions_for(logits.dtype)["adjust"],
+            (-(-self._vocab_size // ADJUST_TILE), num_rows),
+            4 * ADJUST_TILE,
+            logits,
+            logits.stride(0),
+            rows,
+            self._vocab_size,
+            adjusted,
+            raw_flags,
+            *adjustments,
+            draft_tokens,
+            prompt_mask,
+            output_counts,
+        )
+        return adjusted, raw_flags
+
+    def logprobs(
+        self, logits: Tensor, tokens: Tensor, num_top: int, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return `logprobs.compute_logprobs` of rows of the logits.
+
+        tokens    [n] int64
+        num_top   at most MAX_LOGPROBS and the size of the vocabulary
+        rows      [n] int64; rows of `logits`, or None: the first n
+        """
+        num_rows, layout = len(tokens), self._layout
+        packed = torch.empty(num_rows, 2 + 2 * num_top, dtype=torch.float64, device=self._device)
+        self._launch(
+            self._functions_for(logits.dtype)["logprobs"],
+            (num_rows * layout.cluster, 1),
+            layout.shared_bytes,
+            logits,
+            logits.stride(0),
+            rows,
+            tokens,
+            self._vocab_size,
+            layout.chunk,
+            self._create_scratch(num_rows),
+            num_top,
+            packed,
+        )
+        return packed
+
+    def _functions_for(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the kernels for logits of this type."""
+        if dtype not in self._functions:
+            # torch's context of this device becomes current on this thread.
+            torch.empty(1, device=self._device)
+            binary = compile_sample_kernels(dtype, self._vocab_size, self._device)
+            module = _check(driver.cuModuleLoadData(binary))
+            self._functions[dtype] = functions = {
+                name: _check(driver.cuModuleGetFunction(module, name.encode()))
+                for name in ("sample", "adjust", "logprobs")
+            }
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            for name in ("sample", "logprobs"):
+                _check(
+                    driver.cuFuncSetAttribute(functions[name], attribute, self._layout.shared_bytes)
+                )
+        return self._functions[dtype]
+
+    def _create_scratch(self, num_rows: int) -> Tensor | None:
+        if not self._layout.uses_scratch:
+            return None
+        return torch.empty(num_rows, self._layout.chunk, dtype=torch.int32, device=self._device)
+
+    def _launch_sample(
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        slots: Tensor,
+        positions: Tensor,
+        slot_table: Tensor,
+        raw_flags: Tensor | None = None,
+        out_tokens: Tensor | None = None,
+        out_status: Tensor | None = None,
+        out_cuts: Tensor | None = None,
+    ) -> None:
+        layout = self._layout
+        self._launch(
+            self._functions_for(logits.dtype)["sample"],
+            (len(slots) * layout.cluster, 1),
+            layout.shared_bytes,
+            logits,
+            logits.stride(0),
+            rows,
+            slots,
+            positions,
+            slot_table,
+            raw_flags,
+            self._vocab_size,
+            layout.chunk,
+            self._create_scratch(len(slots)),
+            out_tokens,
+            out_status,
+            out_cuts,
+        )
+
+    def _launch(
+        self,
+        function: Any,
+        grid: tuple[int, int],
+        shared_bytes: int,
+        logits: Tensor,
+        *arguments: Tensor | int | None,
+    ) -> None:
+        """Launch a kernel on torch's current stream. Tensors become their addresses."""
+        assert logits.stride(1) == 1, f"logits of a row have stride {logits.stride(1)}, not 1"
+        if not grid[0] or not grid[1]:
+            return
+        values, types = zip(*map(_kernel_argument, (logits, *arguments)), strict=True)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        block = (self._layout.threads, 1, 1)
+        _check(
+            driver.cuLaunchKernel(
+                function, *grid, 1, *block, shared_bytes, stream, (values, types), 0
+            )
+        )
+
+
+def compile_sample_kernels(dtype: torch.dtype, vocab_size: int, device: torch.device) -> bytes:
+    """Return the kernels for logits of one type, compiled for the device. Cached."""
+    layout = _RowLayout.choose(vocab_size, device)
+    major, minor = torch.cuda.get_device_capability(device)
+    macros = (
+        LOGIT_MACROS[dtype],
+        f"CLUSTER={layout.cluster}",
+        f"THREADS={layout.threads}",
+        f"SHARED_STATE_BYTES={SHARED_STATE_BYTES}",
+    )
+    return _compile(f"sm_{major}{minor}", macros)
+
+
+@cache
+def _compile(architecture: str, macros: Sequence[str]) -> bytes:
+    options = [
+        f"--gpu-architecture={architecture}".encode(),
+        b"--fmad=false",
+        *(f"-D{each}".encode() for each in macros),
+    ]
+    program = _check(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"sample.cu", 0, [], []))
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(error):
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"sample.cu does not compile: {log.decode()}")
+    binary: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, binary))
+    return binary
+
+
+def _kernel_argument(argument: Tensor | int | None) -> tuple[int, Any]:
+    """Return the value and the C type of a kernel's argument."""
+    if argument is None:
+        return 0, ctypes.c_void_p
+    if isinstance(argument, int):
+        return argument, ctypes.c_longlong
+    return argument.data_ptr(), ctypes.c_void_p
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """Return what a call of the driver or of NVRTC returned. Raise RuntimeError on an error."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"a call of CUDA failed: {error!r}")
+    return values[0] if values else None
