@@ -96,7 +96,9 @@ class HFTokenizer:
         self._special_starts = re.compile(f"(?=(?:{self._special_pattern.pattern}))(.)", re.DOTALL)
         self._vocab_size = 1 + max(self._text_tokenizer.get_vocab(with_added_tokens=True).values())
         self._decoding = parse_decoding(self._text_tokenizer.decoder)
-        self._piece_cache: dict[int, bytes] = {}
+        self._pieces = _PieceCache(
+            self.is_skipped, lambda token: self._decode_token(token, self._decoding.piece)
+        )
         self.bos_id: int | None = fast_tokenizer.bos_token_id
         ends = [end for end in (fast_tokenizer.eos_token_id, *end_ids) if end is not None]
         if not ends:
@@ -186,8 +188,14 @@ class HFTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of the tokens. Special ids and ids of no token have none."""
-        decoder = self.create_detokenizer()
-        return "".join([*map(decoder.push, tokens), decoder.flush()])
+        ids = list(tokens)
+        first = next((i for i, token in enumerate(ids) if not self.is_skipped(token)), len(ids))
+        data = b"".join(map(self._pieces.__getitem__, ids[first + 1 :]))
+        if first < len(ids):
+            data = self.decode_first_piece(ids[first]) + data
+        text = data.decode(errors="replace")
+        num_spaces = len(text) - len(text.lstrip(" "))
+        return text[min(num_spaces, self.num_stripped_spaces) :]
 
     def create_detokenizer(self) -> HFDetokenizer:
         """Return a new incremental decoder."""
@@ -327,10 +335,7 @@ class HFTokenizer:
 
         For tokens with text.
         """
-        data = self._piece_cache.get(token)
-        if data is None:
-            data = self._piece_cache[token] = self._decode_token(token, self._decoding.piece)
-        return data
+        return self._pieces[token]
 
     def decode_first_piece(self, token: int) -> bytes:
         """Return the bytes of a token at the start of a text."""
@@ -345,6 +350,22 @@ class HFTokenizer:
         name = self._text_tokenizer.id_to_token(token) if 0 <= token < self._vocab_size else None
         decoded = b"" if name is None else piece(name)
         return decoded.encode() if isinstance(decoded, str) else decoded
+
+
+class _PieceCache(dict[int, bytes]):
+    """Bytes of each token inside a text, decoded when first read; b"" for a skipped token."""
+
+    def __init__(self, is_skipped: Callable[[int], bool], decode: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._is_skipped = is_skipped
+        self._decode = decode
+
+    def __missing__(self, token: int) -> bytes:
+        # A skipped token is not kept: the ids of no token have no bound.
+        if self._is_skipped(token):
+            return b""
+        data = self[token] = self._decode(token)
+        return data
 
 
 class HFDetokenizer:
