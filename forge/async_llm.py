@@ -38,17 +38,8 @@ from forge.engine_loop import (
 from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
 from forge.errors import EngineClosed, EngineDead
-from forge.llm import (
-    DEFAULT_PARAMS,
-    Options,
-    OutputProcessor,
-    Prompt,
-    RequestFields,
-    RequestOutput,
-    TextDelta,
-    merge_deltas,
-    tokenize,
-)
+from forge.llm import DEFAULT_PARAMS, Options, Prompt, RequestFields, tokenize
+from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer

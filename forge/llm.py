@@ -1,9 +1,10 @@
 """LLM: text in, text out, on one Engine driven by the caller's thread.
 
-Owns the way from text to requests and from Deltas back to text, which AsyncLLM shares. Knows no
-thread, event loop or HTTP.
+Owns the way from text to requests, which AsyncLLM shares, and the steps. Knows no thread, event
+loop or HTTP.
 
-    prompt ──tokenize──► Request ──► Engine.step() ──► Delta ─OutputProcessor─► TextDelta ─► output
+    prompt ──tokenize──► Request ──► Engine.step() ──► Delta ──┬─► OutputBatch       generate
+                                                               └─► OutputProcessor   each stream
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import NamedTuple, Self, TypedDict, Unpack, cast
+from typing import Self, TypedDict, Unpack, cast
 
 from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
 from forge.models.loaded_model import LoadedModel
 from forge.models.loader import load_model
+from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, TextDelta
 from forge.overhead import measure_overhead
 from forge.policies import policy_names, policy_path
 from forge.policy import POLICIES, Policy
 from forge.recording import RecordingWriter, build_header
-from forge.request import Delta, Request, SamplingParams, TokenLogprob
-from forge.tokenizer import StopStringDetokenizer, Tokenizer
+from forge.request import Delta, Request, SamplingParams
+from forge.tokenizer import Tokenizer
 from forge.version import VERSION
 
 Prompt = str | list[int]
@@ -83,147 +85,6 @@ class RequestFields(TypedDict, total=False):
     session_id: str
     session_end: bool
     expected_pause_s: float | None
-
-
-class TextDelta(NamedTuple):
-    """Text and tokens that one choice gained since its previous delta.
-
-    text            text that is certain now; "" while a character or a stop string is incomplete
-    finish_reason   "stop", "length", "abort" or "error" in the last delta of a choice, else None
-    error           what went wrong when finish_reason is "error"
-    """
-
-    choice: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class ChoiceOutput:
-    """A continuation of a prompt."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    error: str | None = None
-
-    def append(self, delta: TextDelta) -> None:
-        """Add the delta to this choice."""
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.finish_reason = delta.finish_reason
-        self.error = delta.error
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A prompt and its continuations. `text` and the other shortcuts are the first choice's."""
-
-    prompt_token_ids: list[int]
-    choices: list[ChoiceOutput]
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    @classmethod
-    def empty(cls, request: Request) -> Self:
-        """Return an output without tokens that has one choice for each of the request's `n`."""
-        return cls(list(request.prompt), [ChoiceOutput(i) for i in range(request.params.n)])
-
-    @property
-    def text(self) -> str:
-        """Text of the first choice, without its stop string."""
-        return self.choices[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Output ids of the first choice, including its end token."""
-        return self.choices[0].token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Reason that the first choice ended, or None."""
-        return self.choices[0].finish_reason
-
-    @property
-    def logprobs(self) -> list[TokenLogprob]:
-        """Entries for each token of the first choice, if the request has `logprobs`."""
-        return self.choices[0].logprobs
-
-    def append(self, delta: TextDelta) -> None:
-        """Add the delta to its choice."""
-        self.choices[delta.choice].append(delta)
-        self.prompt_logprobs += delta.prompt_logprobs
-
-
-class OutputProcessor:
-    """Turns the Deltas of one request into text, and tracks which of its choices are open."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        params = request.params
-        self._streams = {
-            choice: StopStringDetokenizer(
-                tokenizer.create_detokenizer(), params.stop, params.min_tokens
-            )
-            for choice in range(params.n)
-        }
-
-    @property
-    def is_finished(self) -> bool:
-        """Return whether every choice has its finish reason."""
-        return not self._streams
-
-    def process(self, delta: Delta) -> TextDelta:
-        """Return the delta with its text. A stop token has no text."""
-        text = self._streams[delta.choice]
-        text_tokens = delta.tokens if delta.stop_token is None else delta.tokens[:-1]
-        parts = [text.push(token) for token in text_tokens]
-        if delta.finish is not None:
-            del self._streams[delta.choice]
-            parts.append(text.flush())
-        return TextDelta(
-            delta.choice,
-            "".join(parts),
-            delta.tokens,
-            None if delta.finish is None else delta.finish.value,
-            delta.logprobs,
-            delta.prompt_logprobs,
-            delta.error,
-        )
-
-    def finish(self, finish_reason: str, error: str | None) -> list[TextDelta]:
-        """End every open choice with this reason, after the engine sent its last delta."""
-        deltas = [
-            TextDelta(choice, text.flush(), (), finish_reason, error=error)
-            for choice, text in self._streams.items()
-        ]
-        self._streams.clear()
-        return deltas
-
-
-def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
-    """Return one delta per choice with the content of all: a slow reader gets them together."""
-    by_choice: dict[int, TextDelta] = {}
-    for new in deltas:
-        old = by_choice.get(new.choice)
-        if old is None:
-            by_choice[new.choice] = new
-            continue
-        by_choice[new.choice] = TextDelta(
-            new.choice,
-            old.text + new.text,
-            old.token_ids + new.token_ids,
-            new.finish_reason,
-            old.logprobs + new.logprobs,
-            old.prompt_logprobs + new.prompt_logprobs,
-            new.error,
-        )
-    return list(by_choice.values())
 
 
 def load_policy(name_or_policy: str | Policy) -> Policy:
@@ -367,7 +228,7 @@ class LLM:
         self.engine, loaded = open_engine_and_model(model, policy, options, self._exit_stack)
         self.tokenizer, self.device = loaded.tokenizer, loaded.device
         self._ids = itertools.count()
-        self._deltas_by_request: dict[int, deque[Delta]] = {}
+        self._deltas_by_stream: dict[int, deque[Delta]] = {}
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -384,7 +245,7 @@ class LLM:
     def close(self) -> None:
         """Drop open requests, refuse new ones and close the model."""
         self._closed = True
-        for request_id in list(self._deltas_by_request):
+        for request_id in list(self._deltas_by_stream):
             self.engine.abort(request_id)
         self._exit_stack.close()
 
@@ -396,10 +257,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. All prompts share the engine's steps.
 
-        params   one for all prompts, or a list with one for each
-        fields   those of every request
+        params     one for all prompts, or a list with one for each
+        fields     those of every request
 
-        Raises InvalidRequest before anything runs.
+        A choice is decoded once, at its end. Raises InvalidRequest before anything runs.
         """
         prompt_list = _as_list(prompts)
         if isinstance(params, list | tuple):
@@ -418,20 +279,16 @@ class LLM:
                 requests.append(self._create_request(prompt, prompt_params, **fields))
             except InvalidRequest as error:
                 raise (error if len(prompt_list) == 1 else _with_index(error, index)) from None
-        processors = [OutputProcessor(request, self.tokenizer) for request in requests]
-        outputs = [RequestOutput.empty(request) for request in requests]
+        batch = OutputBatch(requests, self.tokenizer)
         try:
             for request in requests:
-                self._submit(request)
-            for request, processor, output in zip(requests, processors, outputs, strict=True):
-                for delta in self._read_deltas(request.id):
-                    output.append(processor.process(delta))
-                    if processor.is_finished:
-                        break
+                self.engine.submit(request)
+            while not batch.is_finished:
+                self._pass_to_streams(batch.extend(self._step()))
         finally:
             for request in requests:
-                self._abort(request.id)
-        return outputs
+                self.engine.abort(request.id)
+        return batch.outputs
 
     def stream(
         self,
@@ -460,15 +317,17 @@ class LLM:
 
     def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
         """Submit the request and yield an empty delta; then yield the request's deltas."""
-        self._submit(request)
+        self.engine.submit(request)
+        pending = self._deltas_by_stream[request.id] = deque()
         try:
             yield TextDelta(0, "", ())
-            for delta in self._read_deltas(request.id):
-                yield processor.process(delta)
-                if processor.is_finished:
-                    return
+            while not processor.is_finished:
+                while not pending:
+                    self._pass_to_streams(self._step())
+                yield processor.process(pending.popleft())
         finally:
-            self._abort(request.id)
+            self.engine.abort(request.id)
+            self._deltas_by_stream.pop(request.id, None)
 
     def _create_request(
         self, prompt: Prompt, params: SamplingParams, **fields: Unpack[RequestFields]
@@ -479,31 +338,24 @@ class LLM:
         self.engine.check(request)
         return request
 
-    def _submit(self, request: Request) -> None:
-        self.engine.submit(request)
-        self._deltas_by_request[request.id] = deque()
+    def _step(self) -> list[Delta]:
+        """Run one step of the engine, in which all open requests advance."""
+        if not self.engine.can_step:
+            self._expire_longest_pause()
+        return self.engine.step()
 
-    def _read_deltas(self, request_id: int) -> Iterator[Delta]:
-        """Yield this request's deltas without end. Other requests advance in the same steps."""
-        pending = self._deltas_by_request[request_id]
-        while True:
-            while pending:
-                yield pending.popleft()
-            if not self.engine.can_step:
-                self._expire_longest_pause()
-            for delta in self.engine.step():
-                if delta.request_id in self._deltas_by_request:
-                    self._deltas_by_request[delta.request_id].append(delta)
+    def _pass_to_streams(self, deltas: Iterable[Delta]) -> None:
+        """Keep each delta until its stream is read; drop those of streams that were dropped."""
+        for delta in deltas:
+            pending = self._deltas_by_stream.get(delta.request_id)
+            if pending is not None:
+                pending.append(delta)
 
     def _expire_longest_pause(self) -> None:
         """Close the session that all requests wait for: its next turn cannot come meanwhile."""
         paused = [each for each in self.engine.scheduler.sessions.values() if each.is_paused]
         longest = min(paused, key=lambda session: session.paused_at)
         self.engine.expire_session(longest.key, longest.last_turn)
-
-    def _abort(self, request_id: int) -> None:
-        self.engine.abort(request_id)
-        self._deltas_by_request.pop(request_id, None)
 
 
 class LLMSession:

@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from forge.async_llm import AsyncLLM
 from forge.limits import DEFAULT_LIMITS, Limits
-from forge.llm import RequestOutput, TextDelta
+from forge.outputs import RequestOutput, TextDelta
 from forge.request import SamplingParams
 from forge.server import chat, generation
 from forge.server.admission import AdmissionQueue

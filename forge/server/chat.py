@@ -24,7 +24,7 @@ from pydantic import Field, SkipValidation
 
 from forge.errors import InvalidRequest
 from forge.grammar_sandbox import TOO_COSTLY_CODE
-from forge.llm import RequestOutput, TextDelta
+from forge.outputs import RequestOutput, TextDelta
 from forge.request import MAX_LOGPROBS, Request, SamplingParams, Structure, TokenLogprob
 from forge.server import generation
 from forge.server.admission import AdmissionQueue

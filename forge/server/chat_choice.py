@@ -13,7 +13,7 @@ import json
 import secrets
 from typing import Any
 
-from forge.llm import TextDelta
+from forge.outputs import TextDelta
 from forge.server.tool_formats import (
     HERMES,
     ArgumentsPiece,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from forge.errors import InvalidRequest
-from forge.llm import RequestOutput, TextDelta
+from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams, TokenLogprob
 from forge.server.errors import excerpt
 from forge.server.protocol import (

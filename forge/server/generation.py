@@ -20,7 +20,8 @@ from starlette.types import Receive
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EngineClosed, EngineDead, InvalidRequest
-from forge.llm import RequestFields, RequestOutput, TextDelta
+from forge.llm import RequestFields
+from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.sequence import STRUCTURE_ERROR_PREFIX
 from forge.server.admission import AdmissionQueue

@@ -35,7 +35,7 @@ from starlette.responses import Response
 from forge.async_llm import AsyncLLM
 from forge.engine_loop import EngineStatus, StepReport
 from forge.errors import InvalidConfig
-from forge.llm import TextDelta
+from forge.outputs import TextDelta
 from forge.request import FinishReason, Request
 
 TIME_BUCKETS_S = tuple(base * 10.0**power for power in range(-3, 3) for base in (1, 2, 5))

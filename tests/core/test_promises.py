@@ -19,9 +19,9 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.llm import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.models.hash import HashModel
 from forge.models.logits import LogitsModel
+from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import StepOutput, StepPlan

@@ -16,7 +16,8 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.engine_thread import EngineThread
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
-from forge.llm import LLM, RequestOutput, TextDelta
+from forge.llm import LLM
+from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from tests.server.local_server import GatedModel
 

@@ -14,16 +14,9 @@ import pytest
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidRequest, PolicyError
-from forge.llm import (
-    LLM,
-    OutputProcessor,
-    Prompt,
-    RequestOutput,
-    TextDelta,
-    load_policy,
-    merge_deltas,
-)
+from forge.llm import LLM, Prompt, load_policy
 from forge.models.hash import HashModel
+from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.policy import FCFS, POLICIES, Candidate, PolicyContext, least_progress
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.tokenizer import ByteTokenizer
@@ -604,7 +597,7 @@ def test_an_iterator_dropped_before_it_is_read_aborts_its_request() -> None:
     llm = LLM("hash")
     llm.stream("never read", SamplingParams(max_tokens=300, ignore_eos=True))
     llm.generate("b", GREEDY)
-    assert is_idle(llm) and not llm._deltas_by_request
+    assert is_idle(llm) and not llm._deltas_by_stream
 
 
 def test_a_closed_llm_refuses_what_comes_after() -> None:

@@ -41,7 +41,10 @@ ENGINE_AND_BELOW = {
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
-    ENGINE_AND_BELOW | HOSTS | {"log", "overhead", "version"} | {"models.*", "llm", "async_llm"}
+    ENGINE_AND_BELOW
+    | HOSTS
+    | {"log", "outputs", "overhead", "version"}
+    | {"models.*", "llm", "async_llm"}
 )
 
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
@@ -83,7 +86,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
         *("models.*", "version"),
     },
-    "llm": ENGINE_AND_BELOW | {"models.*", "overhead", "version"},
+    "outputs": {"request", "tokenizer"},
+    "llm": ENGINE_AND_BELOW | {"models.*", "outputs", "overhead", "version"},
     "session_timers": {"sessions"},
     "engine_loop": {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
@@ -91,7 +95,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "log", "models.*", "llm"},
     "log": set(),
-    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm"},
+    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "outputs"},
     "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
     "cli.*": LLM_AND_BELOW | {"__init__", "cli.*", "limits", "requirements", "server.*"},
     "cli.main": LLM_AND_BELOW | {"__init__", "bench.*", "cli.*", "sim.*"},

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
-from forge.llm import TextDelta
+from forge.outputs import TextDelta
 from forge.server.chat import RESERVED_VARIABLES, ChatRequest
 from forge.server.chat_choice import ChatChoice
 from forge.server.messages import MAX_MESSAGES, ROLES

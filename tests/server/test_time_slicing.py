@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from forge.async_llm import MAX_DELTAS_PER_READ, AsyncLLM
-from forge.llm import TextDelta
+from forge.outputs import TextDelta
 from forge.request import SamplingParams
 from forge.server.app import create_app
 from forge.server.time_slicing import (

@@ -1,0 +1,249 @@
+"""Outputs: from the Deltas of a request to the text of its choices.
+
+Owns both ways to text: a delta at a time for a stream, the whole choice at its end for a batch.
+Knows no engine and no thread.
+
+    Delta ──OutputProcessor──► TextDelta ──append──► RequestOutput    a stream: text as it comes
+    Delta ──OutputBatch──────────────────extend────► RequestOutput    a batch: text at the end
+
+Always true: both ways give the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+from forge.request import Delta, Request, SamplingParams, TokenLogprob
+from forge.tokenizer import StopStringDetokenizer, Tokenizer
+
+
+class TextDelta(NamedTuple):
+    """Text and tokens that one choice gained since its previous delta.
+
+    text            text that is certain now; "" while a character or a stop string is incomplete
+    finish_reason   "stop", "length", "abort" or "error" in the last delta of a choice, else None
+    error           what went wrong when finish_reason is "error"
+    """
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class ChoiceOutput:
+    """A continuation of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
+
+    def append(self, delta: TextDelta) -> None:
+        """Add the delta to this choice."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.error = delta.error
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its continuations. `text` and the other shortcuts are the first choice's."""
+
+    prompt_token_ids: list[int]
+    choices: list[ChoiceOutput]
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, request: Request) -> Self:
+        """Return an output without tokens that has one choice for each of the request's `n`."""
+        return cls(list(request.prompt), [ChoiceOutput(i) for i in range(request.params.n)])
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice, without its stop string."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Output ids of the first choice, including its end token."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Reason that the first choice ended, or None."""
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Entries for each token of the first choice, if the request has `logprobs`."""
+        return self.choices[0].logprobs
+
+    def append(self, delta: TextDelta) -> None:
+        """Add the delta to its choice."""
+        self.choices[delta.choice].append(delta)
+        self.prompt_logprobs += delta.prompt_logprobs
+
+
+class OutputProcessor:
+    """Turns the Deltas of one request into text, and tracks which of its choices are open."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self._streams = {
+            choice: StopStringDetokenizer(
+                tokenizer.create_detokenizer(), params.stop, params.min_tokens
+            )
+            for choice in range(params.n)
+        }
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether every choice has its finish reason."""
+        return not self._streams
+
+    def process(self, delta: Delta) -> TextDelta:
+        """Return the delta with its text. A stop token has no text."""
+        text = self._streams[delta.choice]
+        text_tokens = delta.tokens if delta.stop_token is None else delta.tokens[:-1]
+        parts = [text.push(token) for token in text_tokens]
+        if delta.finish is not None:
+            del self._streams[delta.choice]
+            parts.append(text.flush())
+        return TextDelta(
+            delta.choice,
+            "".join(parts),
+            delta.tokens,
+            None if delta.finish is None else delta.finish.value,
+            delta.logprobs,
+            delta.prompt_logprobs,
+            delta.error,
+        )
+
+    def finish(self, finish_reason: str, error: str | None) -> list[TextDelta]:
+        """End every open choice with this reason, after the engine sent its last delta."""
+        deltas = [
+            TextDelta(choice, text.flush(), (), finish_reason, error=error)
+            for choice, text in self._streams.items()
+        ]
+        self._streams.clear()
+        return deltas
+
+
+class OutputBatch:
+    """Outputs of several requests, which grow with each step. A choice is decoded when it ends.
+
+    outputs        one for each request, in order
+    num_finished   requests of which every choice has ended
+    """
+
+    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+        self.outputs = [RequestOutput.empty(request) for request in requests]
+        self.num_finished = 0
+        self._tokenizer = tokenizer
+        self._open_requests = {request.id: request for request in requests}
+        self._open_outputs = {
+            request.id: output for request, output in zip(requests, self.outputs, strict=True)
+        }
+        self._num_finished_tokens = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether every choice of every request has its finish reason."""
+        return not self._open_outputs
+
+    def count_tokens(self) -> int:
+        """Return the number of output tokens so far. O(open requests)."""
+        return self._num_finished_tokens + sum(map(_num_tokens, self._open_outputs.values()))
+
+    def extend(self, deltas: Iterable[Delta]) -> list[Delta]:
+        """Add a step's deltas to their choices. Return those of other requests."""
+        others = []
+        open_outputs = self._open_outputs
+        # One loop without a call: at 256 rows a call each is a percent of a short step.
+        for delta in deltas:
+            output = open_outputs.get(delta.request_id)
+            if output is None:
+                others.append(delta)
+                continue
+            choice = output.choices[delta.choice]
+            choice.token_ids += delta.tokens
+            if delta.logprobs:
+                choice.logprobs += delta.logprobs
+            if delta.prompt_logprobs:
+                output.prompt_logprobs += delta.prompt_logprobs
+            if delta.finish is not None:
+                choice.finish_reason, choice.error = delta.finish.value, delta.error
+                self._finish(choice, delta)
+        return others
+
+    def _finish(self, choice: ChoiceOutput, last: Delta) -> None:
+        """Decode a choice that has ended, and drop its request if that was the last one."""
+        request, output = self._open_requests[last.request_id], self._open_outputs[last.request_id]
+        tokens = choice.token_ids if last.stop_token is None else choice.token_ids[:-1]
+        choice.text = decode_output(self._tokenizer, request.params, tokens)
+        if all(each.finish_reason is not None for each in output.choices):
+            del self._open_requests[request.id], self._open_outputs[request.id]
+            self.num_finished += 1
+            self._num_finished_tokens += _num_tokens(output)
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(choice.token_ids) for choice in output.choices)
+
+
+def decode_output(tokenizer: Tokenizer, params: SamplingParams, tokens: Sequence[int]) -> str:
+    """Return the text that a StopStringDetokenizer gives for all tokens of an output.
+
+    tokens   without the stop token
+
+    A stop string is searched in the whole text, and only the tokens before `min_tokens` are decoded
+    one by one: the first character that may complete a stop string comes after their text.
+    """
+    text = tokenizer.decode(tokens)
+    if not params.stop or len(tokens) < params.min_tokens:
+        return text
+    detokenizer = tokenizer.create_detokenizer()
+    num_unstoppable = max(0, params.min_tokens - 1)
+    first_end = 1 + sum(len(detokenizer.push(token)) for token in tokens[:num_unstoppable])
+    return cut_at_stop(text, params.stop, first_end)
+
+
+def cut_at_stop(text: str, stops: Iterable[str], first_end: int) -> str:
+    """Return the text before the stop string that ends first, at `first_end` or later.
+
+    Of two that end at the same character, the longer one is cut off.
+    """
+    starts = ((text.find(stop, max(0, first_end - len(stop))), len(stop)) for stop in stops)
+    matches = [(start + length, start) for start, length in starts if start >= 0]
+    return text[: min(matches)[1]] if matches else text
+
+
+def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
+    """Return one delta per choice with the content of all: a slow reader gets them together."""
+    by_choice: dict[int, TextDelta] = {}
+    for new in deltas:
+        old = by_choice.get(new.choice)
+        if old is None:
+            by_choice[new.choice] = new
+            continue
+        by_choice[new.choice] = TextDelta(
+            new.choice,
+            old.text + new.text,
+            old.token_ids + new.token_ids,
+            new.finish_reason,
+            old.logprobs + new.logprobs,
+            old.prompt_logprobs + new.prompt_logprobs,
+            new.error,
+        )
+    return list(by_choice.values())

@@ -1,0 +1,197 @@
+"""Outputs: the text of a batch, decoded at the end, is the text of a stream.
+
+tokens ──OutputProcessor, a token at a time──► text
+tokens ──decode_output, all at once──────────► the same text
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from forge.llm import LLM
+from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, cut_at_stop, decode_output
+from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.tokenizer import ByteTokenizer, Detokenizer
+
+PIECES = (
+    b"",
+    b"a",
+    b"b",
+    b"ab",
+    b"ba ",
+    b"bab",
+    "é".encode(),
+    "😀b".encode(),
+    b"\xf0\x9f",
+    b"\x98",
+)
+"""Bytes of each token; those of 0 are a skipped token's. Some are parts of characters."""
+
+
+class PieceDetokenizer:
+    """Incremental decoder of PIECES, which counts its tokens."""
+
+    def __init__(self, tokenizer: PieceTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        self._tokenizer.num_pushes += 1
+        return self._decoder.decode(self._tokenizer.token_bytes(token))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class PieceTokenizer(ByteTokenizer):
+    """Tokenizer of PIECES; further ids have the piece of their remainder.
+
+    num_pushes     tokens that were decoded one at a time
+    num_decodes    outputs that were decoded at once
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_pushes = self.num_decodes = 0
+
+    def token_bytes(self, token: int) -> bytes:
+        return PIECES[token % len(PIECES)]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        self.num_decodes += 1
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
+
+    def create_detokenizer(self) -> Detokenizer:  # type: ignore[override]
+        return PieceDetokenizer(self)
+
+
+def read_stream(params: SamplingParams, tokens: Sequence[int]) -> str:
+    """Return the text of an output that arrives token by token."""
+    processor = OutputProcessor(Request(0, (1,), params), PieceTokenizer())
+    deltas = [Delta(0, 0, (token,)) for token in tokens]
+    deltas.append(Delta(0, 0, finish=FinishReason.LENGTH))
+    return "".join(processor.process(delta).text for delta in deltas)
+
+
+TEXTS = st.text(alphabet="ab é😀\ufffd", min_size=1, max_size=4)
+TOKENS = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
+
+
+@settings(max_examples=500, deadline=None)
+@example([5, 5], ["bb", "abb", "ab"], 2)
+@example([1, 8], ["\ufffd"], 0)
+@example([8, 1], ["\ufffda"], 2)
+@given(tokens=TOKENS, stops=st.lists(TEXTS, max_size=3), min_tokens=st.integers(0, 13))
+def test_a_text_decoded_at_once_is_that_of_the_stream(
+    tokens: list[int], stops: list[str], min_tokens: int
+) -> None:
+    params = SamplingParams(max_tokens=64, stop=stops, min_tokens=min_tokens)
+    assert decode_output(PieceTokenizer(), params, tokens) == read_stream(params, tokens)
+
+
+def test_the_stop_that_ends_first_cuts_and_of_two_the_longer() -> None:
+    assert cut_at_stop("xabcd", ("abcd", "bc"), 1) == "xa"
+    assert cut_at_stop("xab", ("b", "ab"), 1) == "x"
+    assert cut_at_stop("xbxb", ("b",), 3) == "xbx"
+    assert cut_at_stop("xbxb", ("b",), 5) == "xbxb"
+
+
+# A batch.
+
+
+def logprob(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -1.0)
+
+
+def test_a_batch_collects_the_choices_of_its_requests_and_returns_other_deltas() -> None:
+    requests = [Request(7, (1, 2), SamplingParams(n=2, logprobs=0)), Request(9, (3,))]
+    batch = OutputBatch(requests, PieceTokenizer())
+    other = Delta(8, 0, (1,))
+    first = Delta(7, 1, (1,), logprobs=(logprob(1),), prompt_logprobs=(logprob(2),))
+    assert batch.extend([first, other, Delta(9, 0, (7,))]) == [other]
+    assert (batch.num_finished, batch.count_tokens(), batch.is_finished) == (0, 2, False)
+    end = Delta(7, 1, (5, 4), FinishReason.STOP, 4, logprobs=(logprob(5), logprob(4)))
+    assert batch.extend([end, Delta(9, 0, (6,), FinishReason.LENGTH)]) == []
+    assert (batch.num_finished, batch.count_tokens(), batch.is_finished) == (1, 5, False)
+    assert batch.extend([Delta(7, 0, (3,), FinishReason.LENGTH)]) == []
+    assert (batch.num_finished, batch.count_tokens(), batch.is_finished) == (2, 6, True)
+    two_choices, one_choice = batch.outputs
+    assert [choice.text for choice in two_choices.choices] == ["ab", "abab"]
+    assert [choice.token_ids for choice in two_choices.choices] == [[3], [1, 5, 4]]
+    assert [choice.finish_reason for choice in two_choices.choices] == ["length", "stop"]
+    assert two_choices.choices[1].logprobs == [logprob(1), logprob(5), logprob(4)]
+    assert two_choices.prompt_logprobs == [logprob(2)]
+    assert (one_choice.prompt_token_ids, one_choice.text) == ([3], "😀bé")
+
+
+@pytest.mark.parametrize("finish", [FinishReason.ERROR, FinishReason.ABORT])
+def test_an_output_that_was_cut_off_has_the_text_of_its_tokens(finish: FinishReason) -> None:
+    batch = OutputBatch([Request(0, (1,))], PieceTokenizer())
+    batch.extend([Delta(0, 0, (1,)), Delta(0, 0, (8,))])
+    batch.extend([Delta(0, 0, finish=finish, error="why")])
+    output = batch.outputs[0]
+    assert (output.text, output.token_ids) == ("a\ufffd", [1, 8])
+    assert (output.finish_reason, output.choices[0].error) == (finish.value, "why")
+
+
+def test_no_prompts_are_a_finished_batch() -> None:
+    assert OutputBatch([], PieceTokenizer()).is_finished
+
+
+# LLM.
+
+
+def open_piece_llm() -> tuple[LLM, PieceTokenizer]:
+    """Return a hash model and its tokenizer, whose tokens have several characters or bytes."""
+    llm, tokenizer = LLM("hash"), PieceTokenizer()
+    llm.tokenizer = llm.engine.tokenizer = tokenizer
+    return llm, tokenizer
+
+
+def draw_params(rng: Random) -> SamplingParams:
+    """Draw parameters that reach every way in which an output ends."""
+    max_tokens = rng.randint(1, 24)
+    return SamplingParams(
+        n=rng.choice((1, 1, 3)),
+        seed=rng.randrange(2**32),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))),
+        stop=rng.choice(((), ("bb",), ("é", "abab"), ("\ufffd",), ("b ", "a"))),
+        stop_token_ids=rng.choice(((), (5, 77), tuple(range(100, 130)))),
+        ignore_eos=rng.random() < 0.5,
+        logprobs=rng.choice((None, 1)),
+        prompt_logprobs=rng.choice((None, 0)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_generate_returns_what_streams_of_the_same_requests_join_to(seed: int) -> None:
+    rng = Random(seed)
+    each = [draw_params(rng) for _ in range(16)]
+    prompts = [rng.choices(range(1, 257), k=rng.randint(2, 9)) for _ in each]
+    outputs = open_piece_llm()[0].generate(prompts, each)
+    llm, _ = open_piece_llm()
+    for prompt, params, output in zip(prompts, each, outputs, strict=True):
+        joined = RequestOutput.empty(Request(0, tuple(prompt), params))
+        for delta in llm.stream(prompt, params):
+            joined.append(delta)
+        assert output == joined
+    reasons = {choice.finish_reason for output in outputs for choice in output.choices}
+    assert reasons == {"stop", "length"}
+
+
+def test_generate_decodes_each_choice_once_and_no_token_alone() -> None:
+    llm, tokenizer = open_piece_llm()
+    params = SamplingParams(n=2, max_tokens=20, ignore_eos=True)
+    llm.generate([[1, 2], [3], [4]], params)
+    assert (tokenizer.num_decodes, tokenizer.num_pushes) == (6, 0)
+    llm.generate([5], replace(params, stop="never"))
+    num_pushes_of_engine = 40
+    assert (tokenizer.num_decodes, tokenizer.num_pushes) == (8, num_pushes_of_engine)
