@@ -27,6 +27,7 @@ from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, TextDelta
 from forge.overhead import measure_overhead
 from forge.policies import policy_names, policy_path
 from forge.policy import POLICIES, Policy
+from forge.progress import GenerationProgress
 from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams
 from forge.tokenizer import Tokenizer
@@ -253,11 +254,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        *,
+        use_tqdm: bool = True,
         **fields: Unpack[RequestFields],
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. All prompts share the engine's steps.
 
         params     one for all prompts, or a list with one for each
+        use_tqdm   show a bar where standard error is a terminal, from the second second on
         fields     those of every request
 
         A choice is decoded once, at its end. Raises InvalidRequest before anything runs.
@@ -283,8 +287,10 @@ class LLM:
         try:
             for request in requests:
                 self.engine.submit(request)
-            while not batch.is_finished:
-                self._pass_to_streams(batch.extend(self._step()))
+            with GenerationProgress(batch, is_enabled=use_tqdm) as progress:
+                while not batch.is_finished:
+                    self._pass_to_streams(batch.extend(self._step()))
+                    progress.update()
         finally:
             for request in requests:
                 self.engine.abort(request.id)
@@ -386,7 +392,8 @@ class LLMSession:
         **fields: Unpack[RequestFields],
     ) -> RequestOutput:
         """Return the whole output of a turn. Raises InvalidRequest."""
-        (output,) = self._llm.generate([prompt], params, **self._fields_of_turn(fields))
+        fields = self._fields_of_turn(fields)
+        (output,) = self._llm.generate([prompt], params, use_tqdm=False, **fields)
         return output
 
     def stream(

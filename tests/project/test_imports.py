@@ -87,7 +87,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("models.*", "version"),
     },
     "outputs": {"request", "tokenizer"},
-    "llm": ENGINE_AND_BELOW | {"models.*", "outputs", "overhead", "version"},
+    "progress": {"outputs"},
+    "llm": ENGINE_AND_BELOW | {"models.*", "outputs", "overhead", "progress", "version"},
     "session_timers": {"sessions"},
     "engine_loop": {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
@@ -111,6 +112,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
         *("flashinfer", "numpy", "torch", "triton"),
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
     },
+    "progress": {"tqdm"},
     "structured_output": {"llguidance"},
     "grammar_sandbox": {"llguidance"},
     "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
@@ -140,6 +142,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "cli.main": {"bench.*", "sim.*"},
     "models.loader": {"models.hf.*"},
     "engine": {"structured_output"},
+    "progress": {"tqdm"},
 }
 
 # package -> its folders and files, top to bottom: each imports from itself and from those below it.
