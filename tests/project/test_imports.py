@@ -109,7 +109,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
 # module -> packages from outside forge and the standard library.
 ALLOWED_PACKAGES: dict[str, set[str]] = {
     "models.hf.*": {
-        *("flashinfer", "numpy", "torch", "triton"),
+        *("cuda", "flashinfer", "numpy", "torch", "triton"),
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
     },
     "progress": {"tqdm"},

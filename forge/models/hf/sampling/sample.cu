@@ -32,6 +32,11 @@ typedef long long i64;
 
 #ifdef __CUDACC__
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+__device__ __forceinline__ float half_to_float(unsigned short x) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x));
+  return value;
+}
 #if CLUSTER > 1
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
@@ -87,11 +92,7 @@ typedef unsigned short logit_t;
 __device__ __forceinline__ float to_float(logit_t x) { return __uint_as_float((u32)x << 16); }
 #elif defined(LOGIT_F16)
 typedef unsigned short logit_t;
-__device__ __forceinline__ float to_float(logit_t x) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x));
-  return value;
-}
+__device__ __forceinline__ float to_float(logit_t x) { return half_to_float(x); }
 #else
 typedef float logit_t;
 __device__ __forceinline__ float to_float(logit_t x) { return x; }
@@ -139,7 +140,7 @@ __device__ __forceinline__ void for_each_logit(const logit_t* logits, int size, 
   }
 }
 
-// Calls visit(index, cell) for each of `size` cells, a multiple of 4. The cell may be changed.
+// Calls visit(index, cell) for each of `size` cells, a multiple of 4.
 template <typename Visit>
 __device__ __forceinline__ void for_each_cell(u32* cells, int size, Visit visit) {
 #pragma unroll 2
@@ -213,8 +214,8 @@ struct Scored {
 };
 
 struct Shared {
-  // Tokens of this CTA in each bin, and their weights: sums of the low and of the high 16 bits. In
-  // turns: a pass counts in one, other CTAs may still read the one before, the third is cleared.
+  // Tokens of this CTA in each bin, and the sums of their weights: low and high 32 bits. In turns: a
+  // pass counts in one, other CTAs may still read the one before, the third is cleared.
   u32 counts[3][NUM_BINS];
   u32 masses[3][2][NUM_BINS];
   u64 sums[NUM_BINS];            // of counts or masses over the cluster, up to each bin, for each warp
@@ -276,13 +277,13 @@ __device__ int find_tie(Shared& s, const u32* gaps, int first, int size, int gap
   return s.last_token;
 }
 
-// Returns the shortest beginning of the order (gap, token) whose sum reaches `limit`, or `within` where
-// none does. The sum is over tokens that `within` keeps: of their weights, or of ones. It counts gaps in
-// bins that become smaller. Every CTA of the cluster finds the same gap.
+// Returns the shortest beginning of the order (gap, token) whose sum of weights, or of ones, reaches
+// `limit`; all possible tokens where none does. It counts gaps in bins that become smaller. Every CTA of
+// the cluster finds the same gap.
 //
 // num_gaps   more than the largest gap of a possible token
 template <bool BY_MASS>
-__device__ Cut find_cut(Shared& s, u32* gaps, int first, int size, u32 rank, Cut within, int num_gaps, u64 limit) {
+__device__ Cut find_cut(Shared& s, u32* gaps, int first, int size, u32 rank, int num_gaps, u64 limit) {
   const int tid = threadIdx.x, lane = tid & 31;
   int low = 0, end = num_gaps;
   u64 before = 0;
@@ -291,15 +292,15 @@ __device__ Cut find_cut(Shared& s, u32* gaps, int first, int size, u32 rank, Cut
   for (int pass = 0;; pass++) {
     const int now = pass % 3, next = (pass + 1) % 3;
     const int shift = max(0, 32 - __clz(end - low - 1) - 8);  // at most 256 bins of 2^shift gaps
-    for_each_cell(gaps, size, [&](int i, u32 cell) {
+    for_each_cell(gaps, size, [&](int, u32 cell) {
       const int gap = (int)cell;
-      if (gap < low || gap >= end || !within.keeps(first + i, cell)) return;
+      if (gap < low || gap >= end) return;
       const int bin = (gap - low) >> shift;
       if (!BY_MASS || !shift) atomicAdd(&s.counts[now][bin], 1u);
       if (BY_MASS) {
         const u32 weight = gap_weight(gap);
-        if (weight & 0xffff) atomicAdd(&s.masses[now][0][bin], weight & 0xffff);
-        if (weight >> 16) atomicAdd(&s.masses[now][1][bin], weight >> 16);
+        // Where the low half wraps, one is carried.
+        if (weight && atomicAdd(&s.masses[now][0][bin], weight) > ~weight) atomicAdd(&s.masses[now][1][bin], 1u);
       }
     });
     for (int i = tid; i < NUM_BINS; i += THREADS) s.counts[next][i] = s.masses[next][0][i] = s.masses[next][1][i] = 0;
@@ -316,7 +317,7 @@ __device__ Cut find_cut(Shared& s, u32* gaps, int first, int size, u32 rank, Cut
       }
       u64 sum = 0;
 #pragma unroll
-      for (u32 r = 0; r < CLUSTER; r++) sum += values[r] + ((u64)high_values[r] << 16);
+      for (u32 r = 0; r < CLUSTER; r++) sum += values[r] + ((u64)high_values[r] << 32);
       for (int offset = 1; offset < 32; offset <<= 1) {
         const u64 other = __shfl_up_sync(ALL_LANES, sum, offset);
         if (lane >= offset) sum += other;
@@ -333,7 +334,7 @@ __device__ Cut find_cut(Shared& s, u32* gaps, int first, int size, u32 rank, Cut
       if (before + sum_through(bin) >= limit) atomicMin(&s.bin, (u32)bin);
     __syncthreads();
     const int bin = (int)s.bin;
-    if (bin == NUM_BINS) return within;
+    if (bin == NUM_BINS) return {MAX_GAP, NO_TOKEN};
     before += sum_through(bin - 1);
     __syncthreads();  // the sums are read before the next pass writes them
     if (shift) {
@@ -346,8 +347,7 @@ __device__ Cut find_cut(Shared& s, u32* gaps, int first, int size, u32 rank, Cut
     const u64 num_ties = (limit - before + weight - 1) / weight;  // kept tokens with this gap
     const u64 ties_before = warp_sum((u32)lane < rank ? load_peer(&s.counts[now][bin], lane) : 0);
     if (ties_before >= num_ties) return {gap, -1};
-    if (ties_before + s.counts[now][bin] <= num_ties)
-      return {gap, gap == within.gap ? min(within.last_token, first + size - 1) : first + size - 1};
+    if (ties_before + s.counts[now][bin] <= num_ties) return {gap, first + size - 1};
     return {gap, find_tie(s, gaps, first, size, gap, (u32)(num_ties - ties_before))};
   }
 }
@@ -434,7 +434,7 @@ sample(const logit_t* logits, i64 row_stride, const i64* rows, const int* slots,
     num_gaps = min(logit_gap(bottom, top, scale), MAX_GAP) + 1;
     for (int i = tid; i < num_cells; i += THREADS) cells[i] = (u32)logit_gap(__uint_as_float(cells[i]), top, scale);
     __syncthreads();
-    if (has_top_k) cut = find_cut<false>(s, cells, first, num_cells, rank, cut, num_gaps, (u64)top_k);
+    if (has_top_k) cut = find_cut<false>(s, cells, first, num_cells, rank, num_gaps, (u64)top_k);
   }
 
   auto is_kept = [&](int i, u32 gap) { return (int)gap <= max_gap && cut.keeps(first + i, gap); };
@@ -508,7 +508,7 @@ sample(const logit_t* logits, i64 row_stride, const i64* rows, const int* slots,
     if (++num_rejected < 3 && !out_cuts) {
       cut = {best_gap, best.token - 1};  // the next best is likely kept
     } else {
-      cut = find_cut<true>(s, cells, first, num_cells, rank, cut, num_gaps, min_mass);
+      cut = find_cut<true>(s, cells, first, num_cells, rank, num_gaps, min_mass);
       tests_top_p = false;
     }
     is_scored = false;
@@ -624,7 +624,7 @@ struct LogprobShared {
   double warp_sum[WARPS];
   u64 keys[MAX_TOP];             // of this CTA, in descending order
   // Read by the other CTAs of the cluster, besides the keys.
-  u32 top, has_nan;
+  u32 top;
   u64 sum;                       // of exp(x - top), the bits of a double
 };
 static_assert(sizeof(LogprobShared) <= SHARED_STATE_BYTES, "");
@@ -664,21 +664,17 @@ logprobs(const logit_t* logits, i64 row_stride, const i64* rows, const i64* toke
   const logit_t* row_logits = logits + (rows ? rows[row] : row) * row_stride;
 
   float top = -INF;
-  bool has_nan = false;
-  for_each_logit(row_logits + first, size, cells, [&](int, float x) {
-    has_nan |= x != x;
-    top = fmaxf(top, x);
-  });
+  for_each_logit(row_logits + first, size, cells, [&](int, float x) { top = fmaxf(top, x); });
   top = warp_max(top);
   if (!lane) s.warp_top[warp] = top;
-  has_nan = __syncthreads_or(has_nan);
+  __syncthreads();
   for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.warp_top[w]);
-  if (!tid) s.top = __float_as_uint(top), s.has_nan = has_nan;
+  if (!tid) s.top = __float_as_uint(top);
   cluster_sync();
   top = warp_max(__uint_as_float(load_peer(&s.top, peer)));
 
-  double sum = 0;
-  u64 best = 0;  // of this thread's cells that are not taken
+  double sum = 0;  // NaN where a logit is NaN or +inf, or all are -inf
+  u64 best = 0;    // of this thread's cells that are not taken
   for (int i = tid; i < size; i += THREADS) {
     const float x = cells[i];
     sum += exp(__dadd_rn((double)x, -(double)top));
@@ -718,7 +714,6 @@ logprobs(const logit_t* logits, i64 row_stride, const i64* rows, const i64* toke
     double total = 0;
     for (u32 r = 0; r < CLUSTER; r++) total += __longlong_as_double((i64)load_peer64(&s.sum, r));
     total = log(total) + (double)top;
-    if (__ballot_sync(ALL_LANES, load_peer(&s.has_nan, peer))) total = __longlong_as_double(0x7ff8000000000000ll);
     double* line = out + (i64)row * (2 + 2 * num_top);
     const i64 token = tokens[row];
     if (!lane) line[0] = (double)token, line[1] = (double)to_float(row_logits[token]) - total;

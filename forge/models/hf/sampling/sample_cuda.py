@@ -69,7 +69,7 @@ class _RowLayout(NamedTuple):
         cluster = cls(8, 512, _round_up(-(-vocab_size // 8), 8))
         has_clusters = torch.cuda.get_device_capability(device) >= (9, 0)
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        max_shared_bytes = _check(driver.cuDeviceGetAttribute(attribute, device.index or 0))
+        max_shared_bytes = _check(driver.cuDeviceGetAttribute(attribute, device.index))
         if has_clusters and cluster.shared_bytes <= max_shared_bytes:
             return cluster
         return cls(1, 1024, _round_up(vocab_size, 8))
@@ -81,8 +81,8 @@ class SampleKernels:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         """Compile the kernels for adjusted logits. Others are compiled when they are first used."""
         self._vocab_size = vocab_size
-        self._device = device
-        self._layout = _RowLayout.choose(vocab_size, device)
+        self._device = _with_index(device)
+        self._layout = _RowLayout.choose(vocab_size, self._device)
         self._functions: dict[torch.dtype, dict[str, Any]] = {}
         self._functions_for(torch.float32)
 
@@ -171,6 +171,7 @@ class SampleKernels:
         num_top   at most MAX_LOGPROBS and the size of the vocabulary
         rows      [n] int64; rows of `logits`, or None: the first n
         """
+        _check_arrays(torch.int64, tokens, rows)
         num_rows, layout = len(tokens), self._layout
         packed = torch.empty(num_rows, 2 + 2 * num_top, dtype=torch.float64, device=self._device)
         self._launch(
@@ -224,6 +225,8 @@ class SampleKernels:
         out_status: Tensor | None = None,
         out_cuts: Tensor | None = None,
     ) -> None:
+        _check_arrays(torch.int32, slots, positions, raw_flags, out_tokens, out_status)
+        _check_arrays(torch.int64, rows)
         layout = self._layout
         self._launch(
             self._functions_for(logits.dtype)["sample"],
@@ -259,15 +262,17 @@ class SampleKernels:
         values, types = zip(*map(_kernel_argument, (logits, *arguments)), strict=True)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         block = (self._layout.threads, 1, 1)
-        _check(
-            driver.cuLaunchKernel(
-                function, *grid, 1, *block, shared_bytes, stream, (values, types), 0
+        with torch.cuda.device(self._device):
+            _check(
+                driver.cuLaunchKernel(
+                    function, *grid, 1, *block, shared_bytes, stream, (values, types), 0
+                )
             )
-        )
 
 
 def compile_sample_kernels(dtype: torch.dtype, vocab_size: int, device: torch.device) -> bytes:
     """Return the kernels for logits of one type, compiled for the device. Cached."""
+    device = _with_index(device)
     layout = _RowLayout.choose(vocab_size, device)
     major, minor = torch.cuda.get_device_capability(device)
     macros = (
@@ -277,6 +282,21 @@ def compile_sample_kernels(dtype: torch.dtype, vocab_size: int, device: torch.de
         f"SHARED_STATE_BYTES={SHARED_STATE_BYTES}",
     )
     return _compile(f"sm_{major}{minor}", macros)
+
+
+def _load(binary: bytes, shared_bytes: int) -> dict[str, Any]:
+    """Load the kernels into the context of the current device.
+
+    shared_bytes   dynamic shared memory of those that spread a row over CTAs
+    """
+    torch.empty(1, device="cuda")  # torch makes its context current
+    module = _check(driver.cuModuleLoadData(binary))
+    names = ("sample", "adjust", "logprobs")
+    functions = {name: _check(driver.cuModuleGetFunction(module, name.encode())) for name in names}
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    for name in ("sample", "logprobs"):
+        _check(driver.cuFuncSetAttribute(functions[name], attribute, shared_bytes))
+    return functions
 
 
 @cache
@@ -304,6 +324,19 @@ def _kernel_argument(argument: Tensor | int | None) -> tuple[int, Any]:
     if isinstance(argument, int):
         return argument, ctypes.c_longlong
     return argument.data_ptr(), ctypes.c_void_p
+
+
+def _check_arrays(dtype: torch.dtype, *arrays: Tensor | None) -> None:
+    """Assert that a kernel can read these one-dimensional arrays."""
+    for array in arrays:
+        assert array is None or (array.dtype == dtype and array.is_contiguous()), (
+            f"{array.dtype} with strides {array.stride()}, not {dtype} without gaps"
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device with its index: "cuda" is the current one."""
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _round_up(value: int, multiple: int) -> int:

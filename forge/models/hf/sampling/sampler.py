@@ -450,5 +450,6 @@ def kernel_compilations(
     from forge.models.hf.sampling.sample_cuda import compile_sample_kernels
 
     return [
-        partial(compile_sample_kernels, each, vocab_size, device) for each in {dtype, torch.float32}
+        partial(compile_sample_kernels, each, vocab_size, device)
+        for each in dict.fromkeys((dtype, torch.float32))
     ]
