@@ -307,7 +307,8 @@ class StopStringDetokenizer:
     stop           stop strings, none of them empty
     matched_stop   the stop string that ended the text, or None
 
-    O(stop strings) per character and O(1) in the length of the text.
+    O(stop strings) per character where a stop string may have started, and O(1) in the length of the
+    text. Other text is only searched for the first characters of stop strings.
     """
 
     def __init__(
@@ -319,6 +320,7 @@ class StopStringDetokenizer:
         self._matchers = [
             _StopStringMatcher(s) for s in sorted(set(stop), key=lambda s: (-len(s), s))
         ]
+        self._first_chars = frozenset(s[0] for s in stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._buffer = ""
@@ -339,7 +341,8 @@ class StopStringDetokenizer:
         return text
 
     def _check_stops(self, text: str) -> str:
-        if not self._matchers:
+        # With nothing held back no stop string has started, and this text starts none.
+        if not self._buffer and self._first_chars.isdisjoint(text):
             return text
         can_stop = self._num_tokens >= self._min_tokens
         buffered = self._buffer + text

@@ -333,7 +333,7 @@ class HFTokenizer:
     def decode_piece(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text that is not empty. O(1).
 
-        For tokens with text.
+        b"" for a token without text.
         """
         return self._pieces[token]
 
@@ -374,21 +374,25 @@ class HFDetokenizer:
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._has_incomplete = False
         self._spaces_to_strip = tokenizer.num_stripped_spaces
         self._has_started = False
 
     def push(self, token: int) -> str:
         """Return the text that is complete after this token."""
-        tokenizer = self._tokenizer
-        if tokenizer.is_skipped(token):
+        if self._has_started:
+            data = self._tokenizer.decode_piece(token)
+        elif self._tokenizer.is_skipped(token):
             return ""
-        data = (
-            tokenizer.decode_piece(token)
-            if self._has_started
-            else tokenizer.decode_first_piece(token)
-        )
-        self._has_started = True
-        return self._strip_leading_spaces(self._decoder.decode(data))
+        else:
+            data, self._has_started = self._tokenizer.decode_first_piece(token), True
+        # Most pieces are ASCII, and the decoder has no bytes of an incomplete character.
+        if data.isascii() and not self._has_incomplete:
+            text = data.decode("ascii")
+        else:
+            text = self._decoder.decode(data)
+            self._has_incomplete = bool(self._decoder.getstate()[0])
+        return self._strip_leading_spaces(text) if self._spaces_to_strip else text
 
     def flush(self) -> str:
         """Return the remaining text, with incomplete bytes replaced."""
