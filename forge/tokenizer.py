@@ -307,8 +307,8 @@ class StopStringDetokenizer:
     stop           stop strings, none of them empty
     matched_stop   the stop string that ended the text, or None
 
-    O(stop strings) per character where a stop string may have started, and O(1) in the length of the
-    text. Other text is only searched for the first characters of stop strings.
+    O(stop strings) per character where a stop string may have started, and O(1) in the length of
+    the text. Other text is only searched for the first characters of stop strings.
     """
 
     def __init__(
