@@ -230,6 +230,7 @@ class LLM:
         self.tokenizer, self.device = loaded.tokenizer, loaded.device
         self._ids = itertools.count()
         self._deltas_by_stream: dict[int, deque[Delta]] = {}
+        self._open_ids: set[int] = set()
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -246,7 +247,7 @@ class LLM:
     def close(self) -> None:
         """Drop open requests, refuse new ones and close the model."""
         self._closed = True
-        for request_id in list(self._deltas_by_stream):
+        for request_id in self._open_ids:
             self.engine.abort(request_id)
         self._exit_stack.close()
 
@@ -286,14 +287,17 @@ class LLM:
         batch = OutputBatch(requests, self.tokenizer)
         try:
             for request in requests:
-                self.engine.submit(request)
+                self._submit(request)
             with GenerationProgress(batch, is_enabled=use_tqdm) as progress:
                 while not batch.is_finished:
-                    self._pass_to_streams(batch.extend(self._step()))
+                    deltas = self._step()
+                    # Streams first: an interrupt while text is made loses nothing of theirs.
+                    self._pass_to_streams(deltas)
+                    batch.extend(deltas)
                     progress.update()
         finally:
             for request in requests:
-                self.engine.abort(request.id)
+                self._abort(request)
         return batch.outputs
 
     def stream(
@@ -323,7 +327,7 @@ class LLM:
 
     def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
         """Submit the request and yield an empty delta; then yield the request's deltas."""
-        self.engine.submit(request)
+        self._submit(request)
         pending = self._deltas_by_stream[request.id] = deque()
         try:
             yield TextDelta(0, "", ())
@@ -332,7 +336,7 @@ class LLM:
                     self._pass_to_streams(self._step())
                 yield processor.process(pending.popleft())
         finally:
-            self.engine.abort(request.id)
+            self._abort(request)
             self._deltas_by_stream.pop(request.id, None)
 
     def _create_request(
@@ -343,6 +347,14 @@ class LLM:
         request = Request(next(self._ids), tokenize(self.tokenizer, prompt), params, **fields)
         self.engine.check(request)
         return request
+
+    def _submit(self, request: Request) -> None:
+        self.engine.submit(request)
+        self._open_ids.add(request.id)
+
+    def _abort(self, request: Request) -> None:
+        self.engine.abort(request.id)
+        self._open_ids.discard(request.id)
 
     def _step(self) -> list[Delta]:
         """Run one step of the engine, in which all open requests advance."""

@@ -67,9 +67,17 @@ class GenerationProgress:
         bar.update(self._batch.num_finished - bar.n)
 
 
+def _is_terminal(stream: Any) -> bool:
+    """Return False also for a stream that is closed, or that is a logger without a descriptor."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
 def _create_bar(num_requests: int) -> Any:
     """Return a bar on standard error, or None where that is no terminal or tqdm is missing."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not _is_terminal(sys.stderr):
         return None
     try:
         from tqdm import tqdm  # imported where a bar may be shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -570,6 +570,43 @@ def test_close_ends_open_streams_as_aborted_and_frees_their_blocks() -> None:
     llm.close()
     assert llm.engine.scheduler.pool.num_used_blocks == 0
     assert [delta.finish_reason for delta in stream] == ["abort"]
+
+
+def test_close_ends_the_requests_of_a_generate_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, step, num_steps = LLM("hash"), Engine.step, 0
+
+    def step_and_close(engine: Engine) -> list[Delta]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
+            llm.close()
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", step_and_close)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    outputs = llm.generate(["abc", "def"], params)
+    assert [each.finish_reason for each in outputs] == ["abort", "abort"]
+    assert llm.engine.scheduler.pool.num_used_blocks == 0
+
+
+def test_a_generate_that_is_interrupted_while_it_decodes_takes_nothing_from_a_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    expected = LLM("hash").generate("stream", params)[0].token_ids
+    llm = LLM("hash")
+    stream = llm.stream("stream", params)
+    tokens = [*next(stream).token_ids]
+
+    def interrupt(tokens: Iterable[int]) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.tokenizer, "decode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("batch", SamplingParams(max_tokens=3, ignore_eos=True))
+    for delta in stream:
+        tokens += delta.token_ids
+    assert tokens == expected
 
 
 def test_a_block_closes_what_it_opened_and_closing_again_changes_nothing() -> None:

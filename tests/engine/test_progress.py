@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
+from typing import Any, cast
 
 import pytest
 
@@ -129,6 +130,21 @@ def test_generate_looks_for_a_terminal_unless_the_bar_is_turned_off(
 def test_a_program_without_a_standard_error_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert LLM("hash").generate("abc", SamplingParams(max_tokens=2)) != []
+
+
+class Logger:
+    """A standard error that only takes text, as some programs set it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def test_a_standard_error_that_is_closed_or_no_file_is_no_terminal() -> None:
+    closed = StringIO()
+    closed.close()
+    for stream in (closed, cast(Any, Logger())):
+        with redirect_stderr(stream):
+            assert LLM("hash").generate("abc", SamplingParams(max_tokens=2)) != []
 
 
 def test_a_terminal_without_tqdm_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:

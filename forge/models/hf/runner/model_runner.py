@@ -98,7 +98,8 @@ class ModelRunner:
     input_buffer          inputs of a step, host to device; its addresses are fixed
     output_buffer         token and status of each row of the last batch
     draft_distributions   distributions that rows of the last batch sampled drafts from, for
-                          rejection; `resample` appends to it, HFModel empties it before a batch
+                          rejection; `finish_sampling` appends to it, and HFModel empties it before
+                          a batch
     """
 
     def __init__(

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forge.models.hf.buffers import int64_array, upload_groups
+from forge.models.hf.buffers import int64_array, upload, upload_groups
 from forge.models.hf.sampling.filters import MAX_TOPK
 from forge.models.hf.sampling.gumbel import purpose_offset
 from forge.models.hf.sampling.logit_adjustments import (
@@ -134,6 +134,7 @@ def group_rows(params: Mapping[int, SlotParams], max_rows: int) -> Iterator[list
 
 def build_chunk(
     logits: Tensor,
+    logits_rows: Sequence[int],
     chunk_rows: Sequence[int],
     rows: Sequence[Row],
     params: Sequence[SlotParams],
@@ -141,10 +142,11 @@ def build_chunk(
 ) -> SamplingChunk:
     """Return the chunk of these rows. Its parameters are copied to the device in one transfer.
 
-    logits       [R, V] any float dtype; not changed
-    chunk_rows   [n] row of the logits for each row
-    rows         [n] only the first of a row's masks is read
-    params       [n] parameters of each row's slot
+    logits        [R, V] any float dtype; not changed
+    logits_rows   [n] row of the logits for each row
+    chunk_rows    [n] index of each row for the caller
+    rows          [n] only the first of a row's masks is read
+    params        [n] parameters of each row's slot
     """
     vocab_size = logits.shape[1]
     inputs = ChunkInputs(
@@ -158,7 +160,8 @@ def build_chunk(
             penalties.collect(rows, params),
         )
     )
-    adjusted = logits.index_select(0, inputs.rows.indices).double()
+    (index,) = upload(logits.device, int64_array(logits_rows))
+    adjusted = logits.index_select(0, index).double()
     status = logits_status(adjusted.amax(1))
     apply_token_masks(adjusted, inputs.masks)
     apply_allowed_tokens(adjusted, inputs.allowed)

@@ -193,19 +193,9 @@ class SampleKernels:
     def _functions_for(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return the kernels for logits of this type."""
         if dtype not in self._functions:
-            # torch's context of this device becomes current on this thread.
-            torch.empty(1, device=self._device)
             binary = compile_sample_kernels(dtype, self._vocab_size, self._device)
-            module = _check(driver.cuModuleLoadData(binary))
-            self._functions[dtype] = functions = {
-                name: _check(driver.cuModuleGetFunction(module, name.encode()))
-                for name in ("sample", "adjust", "logprobs")
-            }
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            for name in ("sample", "logprobs"):
-                _check(
-                    driver.cuFuncSetAttribute(functions[name], attribute, self._layout.shared_bytes)
-                )
+            with torch.cuda.device(self._device):
+                self._functions[dtype] = _load(binary, self._layout.shared_bytes)
         return self._functions[dtype]
 
     def _create_scratch(self, num_rows: int) -> Tensor | None:

@@ -15,7 +15,7 @@ table on the device, and its token counts for penalties. Knows no plan, no KV ca
 On CUDA both are the kernels of sample.cu. Where rejection needs whole distributions, and on a CPU,
 rows are sampled in plain torch, in chunks that fit into memory. One upload holds a chunk's
 parameters. In a chunk with random rows a greedy row has scale 1 and noise times 0.
-Always true: nothing here waits for a CUDA device.
+Always true: nothing here waits for a CUDA device, unless logits are float64, which have no kernels.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from forge.seam import Bind, Row
 if TYPE_CHECKING:
     from forge.models.hf.sampling.sample_cuda import SampleKernels
 
-MAX_FUSED_LOGITS = 1 << 27
-"""Logits that the kernels adjust at once: 512 MB in single precision."""
+MAX_FUSED_LOGITS = 1 << 26
+"""Logits that the kernels adjust at once: 256 MB in single precision. Two parts may be alive."""
 
 
 class DraftDistribution(NamedTuple):
@@ -247,7 +247,8 @@ class Sampler:
         positions    [n] int32; position of the token to sample, one past the row's last input
         out_tokens   [n] int32, overwritten; 0 where the row fails
         out_status   [n] int32, overwritten; a status of sampling/status.py
-        Call `flush_slots` first. On CUDA it is one kernel, safe inside a CUDA graph.
+        Call `flush_slots` first. On CUDA it is one kernel, safe inside a CUDA graph; for float64 it
+        is plain torch.
         """
         kernels = self._kernels_for(logits)
         sample = sample_slots if kernels is None else kernels.sample
@@ -286,9 +287,8 @@ class Sampler:
             )
             sampled.index_copy_(1, index, parts)
         draft_distributions: list[DraftDistribution] = []
-        (index,) = upload(self._device, int64_array(logits_rows))
         remaining = [index for index, each in enumerate(is_fused) if not each]
-        for chunk in self.adjusted_chunks(logits.index_select(0, index), rows, remaining):
+        for chunk in self.adjusted_chunks(logits, rows, remaining, logits_rows):
             scores = chunk.logits
             if chunk.is_random:
                 scores = self.apply_filters(chunk)
@@ -357,14 +357,19 @@ class Sampler:
         return compute_logprobs(logits, tokens, num_top)
 
     def adjusted_chunks(
-        self, logits: Tensor, rows: Sequence[Row], row_indices: Sequence[int]
+        self,
+        logits: Tensor,
+        rows: Sequence[Row],
+        row_indices: Sequence[int],
+        logits_rows: Sequence[int] | None = None,
     ) -> Iterator[SamplingChunk]:
         """Yield the rows of `row_indices` in chunks, after forge.sampling.process_logits.
 
         logits        [R, V] any float dtype; not changed
-        rows          [R] row of each logits row; only the first of its masks is read
-        row_indices   rows to yield, each in one chunk. Rows and chunks are in ascending order of
-                      `SlotParams.max_top_k`
+        rows          [n] only the first of a row's masks is read
+        row_indices   indices of the rows to yield, each in one chunk. Rows and chunks are in
+                      ascending order of `SlotParams.max_top_k`
+        logits_rows   [n] row of the logits for each row; None: the first n
         Flushes slots first. Temperature and filters are left to `apply_filters`.
         """
         self.flush_slots()
@@ -372,6 +377,7 @@ class Sampler:
         for chunk_rows in group_rows(params, max(1, MAX_CHUNK_LOGITS // self._vocab_size)):
             yield build_chunk(
                 logits,
+                chunk_rows if logits_rows is None else [logits_rows[i] for i in chunk_rows],
                 chunk_rows,
                 [rows[index] for index in chunk_rows],
                 [params[index] for index in chunk_rows],
