@@ -156,8 +156,9 @@ def test_chunk_rows_hold_the_numbers_and_the_key_of_each_row() -> None:
     rows, params = chunk_of(SamplingParams(temperature=0.5, top_k=2), SamplingParams())
     drafting = Bind(SamplingParams(), seed=1, prompt_len=1, proposes=True, acceptance="rejection")
     params[1] = build_slot_params(drafting, 4)
-    assert as_lists(collect_chunk_rows([5, 7], rows, params)) == (
+    assert as_lists(collect_chunk_rows([5, 7], [3, 1], rows, params)) == (
         [5, 7],
+        [3, 1],
         [2.0, 1.0, 2.0, 1.0, MAX_GAP, 1.0, 1.0, 4.0, 1.0, MAX_GAP],
         [0, 1],
         [1, 1],

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forge.models.hf.buffers import int64_array, upload, upload_groups
+from forge.models.hf.buffers import int64_array, upload_groups
 from forge.models.hf.sampling.filters import MAX_TOPK
 from forge.models.hf.sampling.gumbel import purpose_offset
 from forge.models.hf.sampling.logit_adjustments import (
@@ -47,7 +47,8 @@ from forge.seam import Row
 class ChunkRows(NamedTuple, Generic[ArrayT]):
     """Fields that each of a chunk's n rows has: numpy arrays on the host, tensors on the device.
 
-    indices           [n]       int64; index of the row in the logits and rows given to the sampler
+    indices           [n]       int64; index of the row in the rows given to the sampler
+    logits_rows       [n]       int64; row of the logits
     numbers           [n * 5]   float64; the fields of SamplingNumbers, row after row
     slots             [n]       int64
     positions         [n]       int64; position of the token to sample, one past the row's inputs
@@ -56,6 +57,7 @@ class ChunkRows(NamedTuple, Generic[ArrayT]):
     """
 
     indices: ArrayT
+    logits_rows: ArrayT
     numbers: ArrayT
     slots: ArrayT
     positions: ArrayT
@@ -76,7 +78,7 @@ class ChunkInputs(NamedTuple):
 class SamplingChunk(NamedTuple):
     """Rows that are sampled together, n of them.
 
-    rows          index of each row in the logits and rows given to `adjusted_chunks`
+    rows          index of each row in the rows given to `adjusted_chunks`
     slot_params   parameters of each row's slot
     inputs        parameters of each row on the device, with its mask, slot and position
     logits        [n, V] float64; logits after forge.sampling.process_logits. A copy that
@@ -152,7 +154,7 @@ def build_chunk(
     inputs = ChunkInputs(
         *upload_groups(
             logits.device,
-            collect_chunk_rows(chunk_rows, rows, params),
+            collect_chunk_rows(chunk_rows, logits_rows, rows, params),
             collect_token_masks(rows, vocab_size),
             collect_allowed_tokens(params, vocab_size),
             collect_logit_bias(params, vocab_size),
@@ -160,8 +162,7 @@ def build_chunk(
             penalties.collect(rows, params),
         )
     )
-    (index,) = upload(logits.device, int64_array(logits_rows))
-    adjusted = logits.index_select(0, index).double()
+    adjusted = logits.index_select(0, inputs.rows.logits_rows).double()
     status = logits_status(adjusted.amax(1))
     apply_token_masks(adjusted, inputs.masks)
     apply_allowed_tokens(adjusted, inputs.allowed)
@@ -177,16 +178,21 @@ def build_chunk(
 
 
 def collect_chunk_rows(
-    chunk_rows: Sequence[int], rows: Sequence[Row], params: Sequence[SlotParams]
+    chunk_rows: Sequence[int],
+    logits_rows: Sequence[int],
+    rows: Sequence[Row],
+    params: Sequence[SlotParams],
 ) -> ChunkRows[NDArray[Any]]:
     """Collect the fields that every row of a chunk has, on the host.
 
-    chunk_rows   index of each row in the logits and rows given to `Sampler.adjusted_chunks`
-    rows         rows of the chunk
-    params       parameters of each row's slot
+    chunk_rows    index of each row in the rows given to `Sampler.adjusted_chunks`
+    logits_rows   row of the logits of each
+    rows          rows of the chunk
+    params        parameters of each row's slot
     """
     return ChunkRows(
         int64_array(chunk_rows),
+        int64_array(logits_rows),
         np.array([each.numbers for each in params], np.float64).reshape(-1),
         int64_array([row.slot for row in rows]),
         int64_array([row.end for row in rows]),

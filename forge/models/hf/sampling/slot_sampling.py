@@ -38,7 +38,8 @@ def build_slot_entry(seed: int, numbers: SamplingNumbers) -> NDArray[np.int64]:
 
     seed   unsigned 64 bits
     """
-    return np.concatenate((np.array([seed], np.uint64).view(np.int64), _bits(numbers)))
+    bits = np.array(numbers, np.float64).view(np.int64)
+    return np.concatenate((np.array([seed], np.uint64).view(np.int64), bits))
 
 
 def create_slot_table(num_slots: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -55,9 +56,9 @@ def sample_slots(
     out_tokens: Tensor,
     out_status: Tensor,
 ) -> None:
-    """Write each row's token and status.
+    """Write each row's token and status. Waits for the device, if there is one.
 
-    logits       [R, V] any float dtype, on the CPU
+    logits       [R, V] any float dtype
     slots        [R] int32 or int64
     positions    [R] int32 or int64; positions of the tokens to sample
     slot_table   [slots, NUM_SLOT_FIELDS] int64
@@ -102,7 +103,3 @@ def _score_rows(scores: Tensor, entries: Tensor, positions: Tensor) -> None:
     if len(rows):
         noise = gumbel_noise(draw_keys(entries[rows, 0], positions[rows]), vocab_size)
         scores[rows] = scores[rows].mul_(numbers[rows, :1]).add_(noise)
-
-
-def _bits(numbers: SamplingNumbers) -> NDArray[np.int64]:
-    return np.array(numbers, np.float64).view(np.int64)
