@@ -2,26 +2,23 @@
 
 Owns their compilation and launch. Knows no request and no sampling parameter.
 
-    sample.cu ──NVRTC──► a module for each type of logits ──► sample, adjust, logprobs
-                         8 CTAs a row in a cluster    compute capability 9.0 and above
-                         1 CTA a row, cells in global memory    below, or for a huge vocabulary
+    sample.cu ──► a module for each type of logits ──► sample, adjust, logprobs
+                  8 CTAs a row in a cluster    compute capability 9.0 and above
+                  1 CTA a row, cells in global memory    below, or for a huge vocabulary
 
-NVRTC and its bindings come with torch: no compiler has to be installed.
 Always true: nothing here waits for the device, and `sample` is safe inside a CUDA graph.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from cuda.bindings import driver, nvrtc
+from cuda.bindings import driver
 from torch import Tensor
 
+from forge.models.hf.cuda_module import CudaModule, check_result, compile_source, with_index
 from forge.models.hf.sampling.filters import Cuts
 from forge.models.hf.sampling.row_adjustments import RowAdjustments
 
@@ -69,7 +66,7 @@ class _RowLayout(NamedTuple):
         cluster = cls(8, 512, _round_up(-(-vocab_size // 8), 8))
         has_clusters = torch.cuda.get_device_capability(device) >= (9, 0)
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        max_shared_bytes = _check(driver.cuDeviceGetAttribute(attribute, device.index))
+        max_shared_bytes = check_result(driver.cuDeviceGetAttribute(attribute, device.index))
         if has_clusters and cluster.shared_bytes <= max_shared_bytes:
             return cluster
         return cls(1, 1024, _round_up(vocab_size, 8))
@@ -81,10 +78,10 @@ class SampleKernels:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         """Compile the kernels for adjusted logits. Others are compiled when they are first used."""
         self._vocab_size = vocab_size
-        self._device = _with_index(device)
+        self._device = with_index(device)
         self._layout = _RowLayout.choose(vocab_size, self._device)
-        self._functions: dict[torch.dtype, dict[str, Any]] = {}
-        self._functions_for(torch.float32)
+        self._modules: dict[torch.dtype, CudaModule] = {}
+        self._module_for(torch.float32)
 
     def sample(
         self,
@@ -146,7 +143,7 @@ class SampleKernels:
         raw_flags = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         prompt_mask, output_counts = count_tables or (None, None)
         self._launch(
-            self._functions_for(logits.dtype)["adjust"],
+            "adjust",
             (-(-self._vocab_size // ADJUST_TILE), num_rows),
             4 * ADJUST_TILE,
             logits,
@@ -175,7 +172,7 @@ class SampleKernels:
         num_rows, layout = len(tokens), self._layout
         packed = torch.empty(num_rows, 2 + 2 * num_top, dtype=torch.float64, device=self._device)
         self._launch(
-            self._functions_for(logits.dtype)["logprobs"],
+            "logprobs",
             (num_rows * layout.cluster, 1),
             layout.shared_bytes,
             logits,
@@ -190,13 +187,14 @@ class SampleKernels:
         )
         return packed
 
-    def _functions_for(self, dtype: torch.dtype) -> dict[str, Any]:
+    def _module_for(self, dtype: torch.dtype) -> CudaModule:
         """Return the kernels for logits of this type."""
-        if dtype not in self._functions:
+        if dtype not in self._modules:
             binary = compile_sample_kernels(dtype, self._vocab_size, self._device)
-            with torch.cuda.device(self._device):
-                self._functions[dtype] = _load(binary, self._layout.shared_bytes)
-        return self._functions[dtype]
+            row_bytes = self._layout.shared_bytes
+            shared_bytes = {"sample": row_bytes, "logprobs": row_bytes, "adjust": 4 * ADJUST_TILE}
+            self._modules[dtype] = CudaModule(binary, shared_bytes, self._device)
+        return self._modules[dtype]
 
     def _create_scratch(self, num_rows: int) -> Tensor | None:
         if not self._layout.uses_scratch:
@@ -219,7 +217,7 @@ class SampleKernels:
         _check_arrays(torch.int64, rows)
         layout = self._layout
         self._launch(
-            self._functions_for(logits.dtype)["sample"],
+            "sample",
             (len(slots) * layout.cluster, 1),
             layout.shared_bytes,
             logits,
@@ -239,81 +237,30 @@ class SampleKernels:
 
     def _launch(
         self,
-        function: Any,
+        name: str,
         grid: tuple[int, int],
         shared_bytes: int,
         logits: Tensor,
         *arguments: Tensor | int | None,
     ) -> None:
-        """Launch a kernel on torch's current stream. Tensors become their addresses."""
         assert logits.stride(1) == 1, f"logits of a row have stride {logits.stride(1)}, not 1"
-        if not grid[0] or not grid[1]:
-            return
-        values, types = zip(*map(_kernel_argument, (logits, *arguments)), strict=True)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        block = (self._layout.threads, 1, 1)
-        with torch.cuda.device(self._device):
-            _check(
-                driver.cuLaunchKernel(
-                    function, *grid, 1, *block, shared_bytes, stream, (values, types), 0
-                )
+        if grid[0] and grid[1]:
+            self._module_for(logits.dtype).launch(
+                name, grid, self._layout.threads, shared_bytes, (logits, *arguments)
             )
 
 
 def compile_sample_kernels(dtype: torch.dtype, vocab_size: int, device: torch.device) -> bytes:
     """Return the kernels for logits of one type, compiled for the device. Cached."""
-    device = _with_index(device)
+    device = with_index(device)
     layout = _RowLayout.choose(vocab_size, device)
-    major, minor = torch.cuda.get_device_capability(device)
     macros = (
         LOGIT_MACROS[dtype],
         f"CLUSTER={layout.cluster}",
         f"THREADS={layout.threads}",
         f"SHARED_STATE_BYTES={SHARED_STATE_BYTES}",
     )
-    return _compile(f"sm_{major}{minor}", macros)
-
-
-def _load(binary: bytes, shared_bytes: int) -> dict[str, Any]:
-    """Load the kernels into the context of the current device.
-
-    shared_bytes   dynamic shared memory of those that spread a row over CTAs
-    """
-    torch.empty(1, device="cuda")  # torch makes its context current
-    module = _check(driver.cuModuleLoadData(binary))
-    names = ("sample", "adjust", "logprobs")
-    functions = {name: _check(driver.cuModuleGetFunction(module, name.encode())) for name in names}
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    for name in ("sample", "logprobs"):
-        _check(driver.cuFuncSetAttribute(functions[name], attribute, shared_bytes))
-    return functions
-
-
-@cache
-def _compile(architecture: str, macros: Sequence[str]) -> bytes:
-    options = [
-        f"--gpu-architecture={architecture}".encode(),
-        b"--fmad=false",
-        *(f"-D{each}".encode() for each in macros),
-    ]
-    program = _check(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"sample.cu", 0, [], []))
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(error):
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"sample.cu does not compile: {log.decode()}")
-    binary: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
-    _check(nvrtc.nvrtcGetCUBIN(program, binary))
-    return binary
-
-
-def _kernel_argument(argument: Tensor | int | None) -> tuple[int, Any]:
-    """Return the value and the C type of a kernel's argument."""
-    if argument is None:
-        return 0, ctypes.c_void_p
-    if isinstance(argument, int):
-        return argument, ctypes.c_longlong
-    return argument.data_ptr(), ctypes.c_void_p
+    return compile_source(SOURCE, macros, device, options=("--fmad=false",))
 
 
 def _check_arrays(dtype: torch.dtype, *arrays: Tensor | None) -> None:
@@ -324,18 +271,5 @@ def _check_arrays(dtype: torch.dtype, *arrays: Tensor | None) -> None:
         )
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """Return the device with its index: "cuda" is the current one."""
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    """Return what a call of the driver or of NVRTC returned. Raise RuntimeError on an error."""
-    error, *values = result
-    if int(error):
-        raise RuntimeError(f"a call of CUDA failed: {error!r}")
-    return values[0] if values else None
