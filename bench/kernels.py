@@ -123,6 +123,10 @@ def run_gemm(ops: Any, name: str, x: Tensor, w: Tensor, norm: Tensor, residual: 
     return out
 
 
+def _run_many(name: str, ops: Any, x: Tensor, w: Tensor) -> list[Tensor]:
+    return [ops.gate_up(x, w) if name == "gate_up" else ops.linear(x, w)]
+
+
 def _compile(jobs: list[tuple[str, SmallGemmTiles]]) -> None:
     """Compile each job in a worker, into the cache of Triton. A job may not fit the device."""
     torch.cuda.init()
@@ -254,12 +258,17 @@ def measure_errors(shape: KernelShape, tokens: int, ops: TritonOps) -> dict[str,
     def call_of(name: str, o: Any, *tensors: Tensor) -> list[Tensor]:
         return [run_gemm(o, name, *tensors)]
 
-    hidden, inter, heads, kv = shape.hidden, shape.intermediate, shape.heads, shape.kv_heads
+    hidden, heads, kv = shape.hidden, shape.heads, shape.kv_heads
     x, g_h = draw(tokens, hidden), draw(hidden)
     compare("rms_norm", [x, g_h], lambda o, a, w: [o.rms_norm(a, w, EPS)])
     compare("add_norm", [x, draw(tokens, hidden), g_h],
             lambda o, a, r, w: [o.add_rms_norm(a, r, w, EPS), r])  # fmt: skip
-    compare("silu_mul", [draw(tokens, 2 * inter)], lambda o, a: [o.silu_mul(a)])
+    for item in shape.layer_gemms():
+        if item.name in ("o", "gate_up"):
+            w = draw(item.n, item.k) / 16
+            compare(
+                f"{item.name} of many", [draw(tokens, item.k), w], partial(_run_many, item.name)
+            )
     angles = torch.rand(4096, 128, generator=g, device="cuda") * 6
     positions = torch.arange(tokens, device="cuda", dtype=torch.int32) % 4096
 
@@ -283,9 +292,9 @@ def measure_errors(shape: KernelShape, tokens: int, ops: TritonOps) -> dict[str,
 def measure_elementwise_us(shape: KernelShape, tokens: int, ops: TritonOps) -> dict[str, float]:
     """Return microseconds of every other operation, with operands in the cache."""
     heads, kv = shape.heads, shape.kv_heads
-    x, residual, gate_up, qkv = (
+    x, residual, qkv = (
         torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
-        for width in (shape.hidden, shape.hidden, 2 * shape.intermediate, (heads + 2 * kv) * 128)
+        for width in (shape.hidden, shape.hidden, (heads + 2 * kv) * 128)
     )
     norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device="cuda")
     pages = torch.zeros(tokens // 16 + 1, 2, 16, kv, 128, dtype=torch.bfloat16, device="cuda")
@@ -301,7 +310,6 @@ def measure_elementwise_us(shape: KernelShape, tokens: int, ops: TritonOps) -> d
     return {
         "rms_norm": measure_launch_us(lambda _: ops.rms_norm(x, norm, EPS), 32),
         "add_norm": measure_launch_us(lambda _: ops.add_rms_norm(x, residual, norm, EPS), 32),
-        "silu_mul": measure_launch_us(lambda _: ops.silu_mul(gate_up), 32),
         "rope_write": measure_launch_us(rope, 32),
     }
 

@@ -58,8 +58,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class DoublingOps(TorchOps):
     """Operations with a fault: the gate is doubled."""
 
-    def silu_mul(self, gate_up: Any) -> Any:
-        return 2 * super().silu_mul(gate_up)
+    def gate_up(self, x: Any, w: Any) -> Any:
+        return 2 * super().gate_up(x, w)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

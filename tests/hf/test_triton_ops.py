@@ -68,10 +68,10 @@ def add_norm_case(width: int) -> Case:
     return run
 
 
-def silu_case(width: int) -> Case:
+def gated_case(width: int) -> Case:
     def run(ops: Any, device: Any, dtype: Any) -> float:
-        low, wide = round_tensors([draw(1, 3, 2 * width)], device, dtype)
-        return error(ops.silu_mul(*low), REFERENCE.silu_mul(*wide))
+        low, wide = round_tensors([draw(1, 3, 16), draw(2, 2 * width, 16)], device, dtype)
+        return error(ops.gate_up(*low), REFERENCE.gate_up(*wide))
 
     return run
 
@@ -150,7 +150,7 @@ def gate_up_case(m: int, k: int, n: int) -> Case:
 CASES: dict[str, Case] = {
     "rms_norm": norm_case(96),
     "add_rms_norm": add_norm_case(96),
-    "silu_mul over one block": silu_case(1040),
+    "gate_up over one block of silu": gated_case(1040),
     "rope with norms": rope_case(3, 4, 2, 16, rot=16, page_dim=16, norms=2),
     "rope without norms": rope_case(3, 4, 4, 16, rot=16, page_dim=16, norms=0),
     "rope of a part, padded pages": rope_case(2, 4, 2, 24, rot=16, page_dim=32, norms=2),

@@ -10,7 +10,7 @@ graph.
     q, k = rope_and_cache(qkv)              a = attend(q, k, v)
     a = attend(q, k, v)                     x += small(a, Wo)
     x += a Wo;  h = norm(x)                 m = gate_up_small(x, Wgu, norm)
-    m = silu_mul(h Wgu)                     x += small(m, Wd)
+    m = gate_up(h, Wgu)                     x += small(m, Wd)
     x += m Wd;  h = next norm(x)            6 launches a layer
 
 q, k and v are one GEMM, gate and up another: the input is read once, in one launch, with enough
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from forge.models.hf.attention.interface import LayerSpec, QKNormRope
 from forge.models.hf.decoders.fusion_support import has_known_structure, unmodelled_fields
@@ -118,7 +118,7 @@ class FusedDecoder:
         """Return the logits, [rows, vocab_size]."""
         if hidden.shape[0] <= self._ops.max_small_rows:
             return self._ops.linear_small(hidden, self._head, norm_weight=self._norm, eps=self._eps)
-        return linear(self._ops.rms_norm(hidden, self._norm, self._eps), self._head)
+        return self._ops.linear(self._ops.rms_norm(hidden, self._norm, self._eps), self._head)
 
     def warmup_calls(self, kv_cache: KVCache) -> Iterator[Callable[[], object]]:
         """Yield calls that together compile every operation in every form that a step may need.
@@ -140,11 +140,15 @@ class FusedDecoder:
             yield partial(ops.gate_up_small, x, layer.gate_up, layer.post_norm, eps)
             yield partial(ops.linear_small, m, layer.down, residual=x)
         scratch_slot = kv_cache.scratch_slot
+        for rows in (8, 16, 32):
+            for weight in (layer.qkv, layer.o, layer.down, self._head):
+                yield partial(ops.linear, some(rows, weight), weight)
+            yield partial(ops.gate_up, some(rows, layer.gate_up), layer.gate_up)
         for rows in (8, 128):
             x = some(rows, layer.qkv)
             yield partial(ops.rms_norm, x, self._norm, eps)
             yield partial(ops.add_rms_norm, x, x.clone(), self._norm, eps)
-            yield partial(ops.silu_mul, some(rows, layer.gate_up.T))
+            yield partial(ops.gate_up, x, layer.gate_up)
             positions = torch.zeros(rows, dtype=torch.int32, device=device)
             slot_mapping = kv_cache.slot_mapping(
                 torch.full_like(positions, scratch_slot), positions
@@ -229,16 +233,16 @@ class FusedDecoder:
         context: ForwardContext,
         logits_indices: TokenSelection,
     ) -> torch.Tensor:
-        """Run all layers with library GEMMs. The last MLP runs for the selected tokens only."""
+        """Run all layers for many tokens. The last MLP runs for the selected tokens only."""
         ops, eps = self._ops, self._eps
         last = len(self._layers) - 1
         h = ops.rms_norm(x, self._layers[0].input_norm, eps)
         for index, layer in enumerate(map(self._cast_layer, self._layers)):
-            a = self._attend(index, linear(h, layer.qkv, layer.qkv_bias), positions, context)
+            a = self._attend(index, ops.linear(h, layer.qkv, layer.qkv_bias), positions, context)
             if index == last:
                 a, x = a[logits_indices], x[logits_indices]
-            h = ops.add_rms_norm(linear(a, layer.o, layer.o_bias), x, layer.post_norm, eps)
-            m = linear(ops.silu_mul(linear(h, layer.gate_up)), layer.down)
+            h = ops.add_rms_norm(ops.linear(a, layer.o, layer.o_bias), x, layer.post_norm, eps)
+            m = ops.linear(ops.gate_up(h, layer.gate_up), layer.down)
             if index < last:
                 h = ops.add_rms_norm(m, x, self._layers[index + 1].input_norm, eps)
         return x + m

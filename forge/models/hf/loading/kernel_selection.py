@@ -78,7 +78,12 @@ def select_attention(
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """Return the device's operations between attention calls."""
     if device.type == "cuda" and dtype in HALF_DTYPES:
+        from forge.models.hf.ops.skinny_gemm import MIN_CAPABILITY, SkinnyGemm
         from forge.models.hf.ops.triton_ops import TritonOps
 
-        return TritonOps(pdl=True)
+        has_skinny_gemm = torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+        return TritonOps(
+            pdl=True,
+            skinny_gemm=SkinnyGemm(dtype, device) if has_skinny_gemm else None,
+        )
     return TorchOps()

@@ -66,12 +66,22 @@ class TorchOps:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [T, I] (SwiGLU, Shazeer 2020).
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ w.T + bias, [T, N].
 
-        gate_up   [T, 2 * I]; gate first
+        x      [T, K]
+        w      [N, K]
+        bias   [N]
         """
-        gate, up = gate_up.chunk(2, -1)
+        return linear(x, w, bias)
+
+    def gate_up(self, x: Tensor, w: Tensor) -> Tensor:
+        """Return silu(gate) * up of x, [T, I] (SwiGLU, Shazeer 2020).
+
+        x   [T, K]
+        w   [2 * I, K]; rows of gate, then those of up
+        """
+        gate, up = linear(x, w).chunk(2, -1)
         return silu(gate) * up
 
     def rope_and_cache(
@@ -148,4 +158,4 @@ class TorchOps:
         x   [M, K]
         w   [2 * I, K]; rows of gate, then those of up
         """
-        return self.silu_mul(linear(self.rms_norm(x, norm_weight, eps), w))
+        return self.gate_up(self.rms_norm(x, norm_weight, eps), w)

@@ -5,8 +5,9 @@ small_gemm.py. Meaning and shapes of every operation are those of ops/reference.
 differs: fp32 inside, and one rounding where two operations are one kernel.
 
     up to max_small_rows tokens                      more
-    linear_small, gate_up_small    small_gemm.py     a library's GEMM
-        norm before, sum after     inside them       rms_norm, add_rms_norm, silu_mul
+    linear_small, gate_up_small    small_gemm.py     linear, gate_up    skinny_gemm.py for few, then
+                                                                        a library's GEMM
+        norm before, sum after     inside them       rms_norm, add_rms_norm
     rope_and_cache                 a program each    one program for up to 8 heads of a token
                                    head of a token
 
@@ -16,12 +17,13 @@ what a kernel wrote. Before the wait it reads weights only.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear
 
 from forge.models.hf.ops.small_gemm import (
     H200_TILES,
@@ -32,6 +34,9 @@ from forge.models.hf.ops.small_gemm import (
     row_linear,
     wait_for_previous_kernel,
 )
+
+if TYPE_CHECKING:  # Needs the bindings of CUDA, which are installed only where torch has CUDA.
+    from forge.models.hf.ops.skinny_gemm import SkinnyGemm
 
 
 def _norm_rows(
@@ -161,19 +166,29 @@ def _rope_heads(
 rope_heads = triton.jit(_rope_heads, do_not_specialize_on_alignment=["positions", "slot_mapping"])
 
 
+MAX_ROWS_BEFORE_SKINNY = 2
+"""`max_small_rows` where there are skinny GEMMs: from 3 rows on those are faster, on an H200."""
+
+
 class TritonOps:
     """Operations as Triton kernels. Tensors are contiguous, the KV cache excepted.
 
-    pdl   launch every kernel while the one before it still runs (sm_90 or later). Faster inside a
-          CUDA graph; an eager launch takes the host longer with it
+    pdl           launch every kernel while the one before it still runs (sm_90 or later). Faster
+                  inside a CUDA graph; an eager launch takes the host longer with it
+    skinny_gemm   kernels of `linear` and `gate_up` for few rows; None: the library's for all
     """
 
-    max_small_rows = MAX_SMALL_ROWS
-    """Most rows of the *_small operations; more are faster on tensor cores."""
-
-    def __init__(self, *, pdl: bool, tiles: SmallGemmTiles = H200_TILES) -> None:
+    def __init__(
+        self,
+        *,
+        pdl: bool,
+        tiles: SmallGemmTiles = H200_TILES,
+        skinny_gemm: SkinnyGemm | None = None,
+    ) -> None:
         self._pdl = pdl
         self._tiles = tiles
+        self._skinny_gemm = skinny_gemm
+        self.max_small_rows = MAX_SMALL_ROWS if skinny_gemm is None else MAX_ROWS_BEFORE_SKINNY
         self._launch_options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -197,9 +212,17 @@ class TritonOps:
             norm_rows[(rows,)](*arguments, num_warps=warps, **self._launch_options)
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return TorchOps.silu_mul of gate_up [T, 2 * I]."""
-        assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return TorchOps.linear of x [T, K]."""
+        if self._skinny_gemm is not None and self._skinny_gemm.takes(x, w, bias):
+            return self._skinny_gemm.linear(x, w, bias)
+        return linear(x, w, bias)
+
+    def gate_up(self, x: Tensor, w: Tensor) -> Tensor:
+        """Return TorchOps.gate_up of x [T, K]."""
+        if self._skinny_gemm is not None and self._skinny_gemm.takes(x, w):
+            return self._skinny_gemm.gate_up(x, w)
+        gate_up = linear(x, w)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         if rows:
