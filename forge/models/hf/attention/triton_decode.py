@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -31,6 +31,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forge.models.hf.attention.interface import LayerSpec, QKNormRope
 from forge.models.hf.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from forge.models.hf.attention.decode_cuda import CudaDecodeAttention
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GROUP_PADDED = tl.constexpr(16)
@@ -68,6 +71,9 @@ DECODE_CONFIGS = (
 
 Measured on an H200: wiki/Attention.md, "The decode kernel".
 """
+
+MIN_CUDA_ROWS = 24
+"""Rows from which the kernels of decode.cu compute a step, where they have its shape."""
 
 ONE_SPLIT_CONFIG = SplitConfig(1, 128, 4, 2, 128)
 """Config of steps of many rows.
@@ -355,6 +361,17 @@ decode_attention = triton.jit(
 )
 
 
+def _create_cuda_kernel(
+    kv_cache: KVCache, spec: LayerSpec, *, pdl: bool
+) -> CudaDecodeAttention | None:
+    if kv_cache.data.device.type != "cuda":
+        return None
+    # The bindings of CUDA are installed only where torch has CUDA.
+    from forge.models.hf.attention.decode_cuda import CudaDecodeAttention, has_kernel
+
+    return CudaDecodeAttention(kv_cache, spec, pdl=pdl) if has_kernel(kv_cache, spec) else None
+
+
 class DecodeAttention:
     """Decode kernel of one KV cache, and the scratch memory of its splits.
 
@@ -370,6 +387,7 @@ class DecodeAttention:
         self._launch_options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
         self._head_dim_padded = max(64, triton.next_power_of_2(spec.head_dim))
         device = kv_cache.data.device
+        self._cuda_kernel = _create_cuda_kernel(kv_cache, spec, pdl=pdl)
         max_partials = spec.num_kv_heads * max(
             rows
             * max(
@@ -408,6 +426,11 @@ class DecodeAttention:
             f"queries have strides {queries.stride()}"
         )
         assert out.is_contiguous(), f"out has strides {out.stride()}"
+        spec = self._layers[layer_index]
+        kernel = self._cuda_kernel_for(len(queries), spec)
+        if kernel is not None:
+            kernel.attend_into(out, layer_index, queries, slots, kv_lens, spec.scale)
+            return
         no_rope = QKNormRope(queries, queries, None, None, 0.0)
         self._launch_kernel(layer_index, queries, no_rope, slots, kv_lens, out, fused_qkv=False)
 
@@ -422,6 +445,10 @@ class DecodeAttention:
         """
         spec = self._layers[layer_index]
         out = qkv.new_empty(len(qkv), spec.num_heads * spec.head_dim)
+        kernel = self._cuda_kernel_for(len(qkv), spec)
+        if kernel is not None and kernel.has_rope(rope):
+            kernel.attend_qkv_into(out, layer_index, qkv, rope, slots, kv_lens, spec.scale)
+            return out
         self._launch_kernel(layer_index, qkv, rope, slots, kv_lens, out, fused_qkv=True)
         return out
 
@@ -442,6 +469,12 @@ class DecodeAttention:
             slots = slots.contiguous()
             yield partial(self.attend_qkv, 0, q.flatten(1), rope, slots, kv_lens)
             yield partial(self.attend, 0, q[:, : spec.num_heads], slots, kv_lens)
+
+    def _cuda_kernel_for(self, num_rows: int, spec: LayerSpec) -> CudaDecodeAttention | None:
+        """Return the kernels of decode.cu where they compute this step of this layer, else None."""
+        kernel = self._cuda_kernel
+        has_step = kernel is not None and MIN_CUDA_ROWS <= num_rows <= kernel.max_rows
+        return kernel if has_step and not spec.window and not spec.softcap else None
 
     def _launch_kernel(
         self,
