@@ -92,10 +92,10 @@ __device__ __forceinline__ void wait_barrier(u64* barrier, u32 parity) {
 // sums [16 rows, 8 columns] += a [16, 16] * b [16, 8]. Lane 4 g + t has rows g and g + 8: of a and sums at
 // columns 2 t and 2 t + 1 (of a also 8 more), of b column g at these rows.
 __device__ __forceinline__ void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // Two floats as two numbers of the type, `low` in the low half.
 __device__ __forceinline__ u32 pack(float low, float high) {
