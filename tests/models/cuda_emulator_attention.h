@@ -11,6 +11,7 @@
 
 #pragma once
 #include <map>
+#include <set>
 
 #define gridDim (emulator::grid)
 
@@ -28,6 +29,7 @@ struct CopyBarrier {
   std::vector<Copy> pending;
 };
 static std::map<const void*, CopyBarrier> copy_barriers;
+static std::set<const Block*> started_blocks;
 
 static void stop_thread() {
   static Barrier never(1 << 30);
@@ -49,12 +51,18 @@ static const char* run_whole_grid(unsigned num_blocks, int threads, int shared_b
   grid = {num_blocks, 1, 1};
   copies_at_once = draw(seed) & 1;
   copy_barriers.clear();
+  started_blocks.clear();
   return run_grid(num_blocks, 1, num_blocks, threads, shared_bytes, seed, run);
 }
 
 }  // namespace emulator
 
-static void launch_dependents() {}
+// The first call of a kernel. Shared memory may hold NaN.
+static void launch_dependents() {
+  auto* block = emulator::current->block;
+  if (emulator::started_blocks.insert(block).second)
+    std::fill(block->shared.begin(), block->shared.end() - emulator::GUARD_BYTES, 0xff);
+}
 static void wait_for_grid() {
   for (auto& each : emulator::late_writes) memcpy(each.target, each.source, each.bytes);
   emulator::late_writes.clear();

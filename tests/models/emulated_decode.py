@@ -11,7 +11,7 @@ import ctypes
 import subprocess
 from array import array
 from collections.abc import Sequence
-from math import exp, frexp, ldexp, nan, sqrt
+from math import exp, frexp, isnan, ldexp, nan, sqrt
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -46,15 +46,17 @@ class Variant(NamedTuple):
 class Case(NamedTuple):
     """One step.
 
-    lengths      positions of each row, the new one included
-    num_blocks   CTAs
+    lengths       positions of each row, the new one included
+    num_ctas      CTAs of the grid
+    num_padding   rows at the end, of one position, that share the scratch slot and its block
     """
 
     variant: Variant
     lengths: tuple[int, ...]
-    num_blocks: int = 3
+    num_ctas: int = 3
     fused_qkv: bool = True
     norms: bool = False
+    num_padding: int = 0
 
 
 class Cells:
@@ -83,16 +85,21 @@ class Step:
         variant = case.variant
         self.case, self._rng = case, rng
         dim, kv_heads = variant.head_dim, variant.kv_heads
-        counts = [-(-length // variant.block_size) for length in case.lengths]
+        rows = len(case.lengths)
+        num_bound = rows - case.num_padding
+        counts = [-(-length // variant.block_size) for length in case.lengths[:num_bound]]
         block_ids = rng.sample(range(sum(counts) + 2), sum(counts))
-        self.slots = rng.sample(range(len(case.lengths) + 2), len(case.lengths))
-        self.table_stride = max(1, *counts) + 1
-        self.tables = [2**30] * (self.table_stride * (len(case.lengths) + 2))
-        for slot, count in zip(self.slots, counts, strict=True):
+        self.scratch_block = sum(counts) + 2
+        self.slots = [*rng.sample(range(rows + 1), num_bound), *[rows + 1] * case.num_padding]
+        self.table_stride = max(1, *counts, 1) + 1
+        # Entries after the end of a table are never read.
+        self.tables = [2**30] * (self.table_stride * (rows + 2))
+        self.tables[-self.table_stride] = self.scratch_block
+        for slot, count in zip(self.slots, counts, strict=False):
             for index in range(count):
                 self.tables[slot * self.table_stride + index] = block_ids.pop()
         # Positions that no row has stay NaN.
-        block_cells = [nan] * ((sum(counts) + 2) * 2 * kv_heads * variant.block_cells)
+        block_cells = [nan] * ((self.scratch_block + 1) * 2 * kv_heads * variant.block_cells)
         for row, length in enumerate(case.lengths):
             for position in range(length - case.fused_qkv):
                 for head in range(2 * kv_heads):
@@ -102,7 +109,6 @@ class Step:
         self.q_heads = self.num_heads + (2 * kv_heads if case.fused_qkv else 0)
         self.q_stride = (self.q_heads + 1) * dim
         self.blocks = Cells(block_cells, variant.cell_type)
-        rows = len(case.lengths)
         self.q = self._cells(self.q_stride * rows)
         self.weights = [self._cells(dim) for _ in range(2)]
         turns = [[rng.gauss(0.0, 1.0) for _ in range(dim // 2)] * 2 for _ in range(2)]
@@ -163,7 +169,7 @@ class Step:
         dim, cell_type = len(head), self.case.variant.cell_type
         if self.case.norms:
             scale = 1.0 / sqrt(sum(x * x for x in head) / dim + EPS)
-            normed = decode(encode([x * scale for x in head], cell_type), cell_type)
+            normed = round_cells([x * scale for x in head], cell_type)
             weight = self.weights[kind].values()
             scaled = [x * w for x, w in zip(normed, weight, strict=True)]
             head = round_cells(scaled, cell_type)
@@ -196,6 +202,21 @@ def attend(
     return [sum(map(float.__mul__, weights, cells)) / sum(weights) for cells in zip(*values)]
 
 
+class Result(NamedTuple):
+    """What a launch wrote.
+
+    outputs     of each row and head
+    blocks      all numbers
+    counters    of each row and key head, and one after them
+    num_parts   partial results
+    """
+
+    outputs: list[list[float]]
+    blocks: list[float]
+    counters: list[int]
+    num_parts: int
+
+
 class DecodeKernels:
     """A build of decode.cu. Each call draws the order of its warps."""
 
@@ -204,40 +225,45 @@ class DecodeKernels:
         self._run = ctypes.CDLL(str(library)).run_decode
         self._run.restype = ctypes.c_char_p
 
-    def run(self, step: Step, seed: int) -> tuple[list[list[float]], list[float], list[int]]:
-        """Return the output of each row and head, the blocks after it, and the counters."""
+    def run(self, step: Step, seed: int) -> Result:
+        """Launch the kernel of the step."""
         case, variant = step.case, self._variant
         rows, dim = len(case.lengths), variant.head_dim
-        workers = case.num_blocks * variant.warps
+        workers = case.num_ctas * variant.warps
         halves = 2 if variant.group > 8 else 1
         partial_cells = 4 * 32 * (1 + halves * dim // 16)
         out = Cells([nan] * (rows * step.num_heads * dim), variant.cell_type)
         blocks = Cells(step.blocks.values(), variant.cell_type)
         partials = Cells([nan] * (2 * workers * partial_cells), "F32")
         counters = array("i", [0] * (rows * variant.kv_heads + 1))
-        late = blocks if not case.fused_qkv else Cells([nan] * (step.q.num_bytes // 2), "BF16")
+        # What the kernel before writes.
         source = step.q if case.fused_qkv else step.blocks
-        if not case.fused_qkv:
-            blocks = Cells([nan] * (blocks.num_bytes // 2), variant.cell_type)
-            late = blocks
+        late = Cells([nan] * (source.num_bytes // 2), variant.cell_type)
+        q, blocks = (late, blocks) if case.fused_qkv else (step.q, late)
         cos = step.cos.address if case.fused_qkv else None
         weights = [each.address if case.norms else None for each in step.weights]
         lengths, slots, tables = (
             array("i", each) for each in (case.lengths, step.slots, step.tables)
         )
         error = self._run(
-            *(seed, case.num_blocks, shared_bytes(variant, rows)),
+            *(seed, case.num_ctas, shared_bytes(variant, rows)),
             *map(_argument, (late.address, source.address, source.num_bytes)),
-            _argument(late.address if case.fused_qkv else step.q.address),
-            *map(_argument, (step.q_stride, slots, lengths, rows, tables, step.table_stride)),
+            *map(
+                _argument,
+                (q.address, step.q_stride, slots, lengths, rows, tables, step.table_stride),
+            ),
             *(_argument(blocks.address), ctypes.c_double(dim**-0.5), _argument(out.address)),
             *map(_argument, (partials.address, counters, cos, step.sin.address, *weights)),
             ctypes.c_double(EPS),
         )
         assert error is None, (error, case, seed)
         cells = out.values()
-        outputs = [cells[at : at + dim] for at in range(0, len(cells), dim)]
-        return outputs, blocks.values(), counters.tolist()
+        return Result(
+            [cells[at : at + dim] for at in range(0, len(cells), dim)],
+            blocks.values(),
+            counters.tolist(),
+            sum(not isnan(x) for x in partials.values()[::partial_cells]),
+        )
 
 
 def _argument(value: Any) -> Any:

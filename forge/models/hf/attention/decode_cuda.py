@@ -12,6 +12,7 @@ Measurements: wiki/Attention.md, "Steps of many rows".
 
 from __future__ import annotations
 
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,12 +103,10 @@ class CudaDecodeAttention:
         self._shared_bytes = config.shared_bytes(spec.head_dim, max_rows)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._grid = (num_sms * config.num_ctas, 1)
-        self._module = CudaModule(
-            compile_decode_kernels(
-                kv_cache.spec.dtype, spec, kv_cache.block_size, device, config=config
-            ),
-            dict.fromkeys(("decode_qkv", "decode_queries"), self._shared_bytes),
-            device,
+        self._compile = partial(
+            compile_decode_kernels,
+            *(kv_cache.spec.dtype, spec, kv_cache.block_size, device),
+            config=config,
         )
         # A warp has at most two cut rows. A part has a float4 of its sums for each lane, and its
         # output: 8 or 16 query heads.
@@ -116,9 +115,14 @@ class CudaDecodeAttention:
         num_partials = 2 * self._grid[0] * config.num_warps
         self._partials = torch.empty(num_partials * num_cells, dtype=torch.float32, device=device)
         # Zeroed once: the last warp of each row and key head resets its counter.
-        self._counters = torch.zeros(
-            max_rows * spec.num_kv_heads, dtype=torch.int32, device=device
-        )
+        self._counters = torch.zeros(max_rows * spec.num_kv_heads, dtype=torch.int32, device=device)
+
+    @cached_property
+    def _module(self) -> CudaModule:
+        """The kernels, compiled when they are first used: a second or more."""
+        names = ("decode_qkv", "decode_queries")
+        device = self._kv_cache.data.device
+        return CudaModule(self._compile(), dict.fromkeys(names, self._shared_bytes), device)
 
     def has_rope(self, rope: QKNormRope) -> bool:
         """Return whether the kernels compute this rotation: in float32, of every dimension."""

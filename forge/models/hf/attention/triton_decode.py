@@ -1,6 +1,10 @@
-"""DecodeAttention: attention of rows of one token over the paged KV cache, in one Triton kernel.
+"""DecodeAttention: attention of rows of one token over the paged KV cache, in one kernel.
 
-Owns the kernel, how it splits a step, and its scratch memory. Knows no plan and no weights.
+Owns the choice of kernel, the Triton kernel, how it splits a step, and its scratch memory. Knows no
+plan and no weights.
+
+    steps of few rows              the Triton kernel below
+    of MIN_CUDA_ROWS and more      decode_cuda.py, on Hopper, where it has the layer's shape
 
     program (head h, row r, split s)       the q heads that share key head h, one sequence, a part
                                            of its positions
@@ -73,7 +77,7 @@ Measured on an H200: wiki/Attention.md, "The decode kernel".
 """
 
 MIN_CUDA_ROWS = 24
-"""Rows from which the kernels of decode.cu compute a step, where they have its shape."""
+"""Rows from which decode.cu computes a step, where it has its shape: wiki/Attention.md."""
 
 ONE_SPLIT_CONFIG = SplitConfig(1, 128, 4, 2, 128)
 """Config of steps of many rows.
@@ -455,8 +459,12 @@ class DecodeAttention:
     def warmup_calls(self, rope: QKNormRope) -> Iterator[Callable[[], object]]:
         """Yield calls that together compile every config. They write to the scratch block."""
         kv_cache, spec = self._kv_cache, self._layers[0]
-        row_counts = [row_limit - 1 for row_limit, _ in (*DECODE_CONFIGS, *MIXED_CONFIGS)] + [
-            DECODE_CONFIGS[-1][0]
+        cuda_kernel = self._cuda_kernel_for(MIN_CUDA_ROWS, spec)
+        fuses_qkv = cuda_kernel is not None and cuda_kernel.has_rope(rope)
+        row_counts = [
+            *(row_limit - 1 for row_limit, _ in (*DECODE_CONFIGS, *MIXED_CONFIGS)),
+            DECODE_CONFIGS[-1][0],
+            MIN_CUDA_ROWS,
         ]
         for num_rows in row_counts:
             slots = torch.full_like(self._split_counters[:1], kv_cache.scratch_slot).expand(
@@ -467,8 +475,11 @@ class DecodeAttention:
             )
             kv_lens = torch.ones_like(slots).contiguous()
             slots = slots.contiguous()
-            yield partial(self.attend_qkv, 0, q.flatten(1), rope, slots, kv_lens)
-            yield partial(self.attend, 0, q[:, : spec.num_heads], slots, kv_lens)
+            if not fuses_qkv or num_rows < MIN_CUDA_ROWS:
+                yield partial(self.attend_qkv, 0, q.flatten(1), rope, slots, kv_lens)
+            # One call compiles both kernels of decode.cu.
+            if cuda_kernel is None or num_rows <= MIN_CUDA_ROWS:
+                yield partial(self.attend, 0, q[:, : spec.num_heads], slots, kv_lens)
 
     def _cuda_kernel_for(self, num_rows: int, spec: LayerSpec) -> CudaDecodeAttention | None:
         """Return the kernels of decode.cu where they compute this step of this layer, else None."""
