@@ -199,7 +199,10 @@ def attend(
     scores = [scale * sum(map(float.__mul__, query, key)) for key in keys]
     top = max(scores)
     weights = [exp(score - top) for score in scores]
-    return [sum(map(float.__mul__, weights, cells)) / sum(weights) for cells in zip(*values)]
+    return [
+        sum(map(float.__mul__, weights, cells)) / sum(weights)
+        for cells in zip(*values, strict=True)
+    ]
 
 
 class Result(NamedTuple):

@@ -149,7 +149,7 @@ class CudaDecodeAttention:
 
         Rows with KV length 0 leave their part of `out` unchanged.
 
-        out, queries     [rows, heads, head_dim]; rows of `queries` may be apart
+        out, queries     [rows, heads, head_dim]; rows of `queries` may have gaps between them
         slots, kv_lens   [rows] int32; kv_lens counts the row's own token
         """
         arguments = self._arguments(out, layer_index, queries, slots, kv_lens, scale)
@@ -190,7 +190,7 @@ class CudaDecodeAttention:
         kv_cache = self._kv_cache
         assert len(q) <= self.max_rows, f"{len(q)} rows, at most {self.max_rows}"
         assert q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0, (
-            f"queries of a row are {q.stride(0)} apart, not a multiple of 8"
+            f"queries at {q.data_ptr():#x} with strides {q.stride()}: not multiples of 16 bytes"
         )
         assert out.is_contiguous(), f"out has strides {out.stride()}"
         return (
@@ -214,7 +214,14 @@ def compile_decode_kernels(
     config: DecodeConfig = DECODE_CONFIG,
 ) -> bytes:
     """Return the kernels for one shape of layers, compiled for the device. Cached."""
-    macros = (
+    return compile_source(SOURCE, decode_macros(dtype, spec, block_size, config), device)
+
+
+def decode_macros(
+    dtype: torch.dtype, spec: LayerSpec, block_size: int, config: DecodeConfig
+) -> tuple[str, ...]:
+    """Return the macros of decode.cu for one shape of layers."""
+    return (
         TYPE_MACROS[dtype],
         f"HEAD_DIM={spec.head_dim}",
         f"GROUP={spec.num_heads // spec.num_kv_heads}",
@@ -226,4 +233,3 @@ def compile_decode_kernels(
         f"CTAS={config.num_ctas}",
         f"MIN_TILES={config.min_tiles}",
     )
-    return compile_source(SOURCE, macros, device)
