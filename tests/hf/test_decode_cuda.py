@@ -82,7 +82,7 @@ def test_the_kernels_agree_with_plain_torch_in_float64(dtype: str, name: str):
 
 @pytest.mark.gpu
 def test_steps_of_few_rows_agree_with_one_of_many():
-    """The Triton kernel computes steps of fewer than MIN_CUDA_ROWS rows, these kernels the others."""
+    """Steps of fewer than MIN_CUDA_ROWS rows are those of the Triton kernel."""
     from forge.models.hf.attention.triton_decode import MIN_CUDA_ROWS, DecodeAttention
 
     step = step_of(CASES["Qwen3-4B"], torch.device("cuda"), torch.bfloat16)
