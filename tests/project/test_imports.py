@@ -150,7 +150,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "models.hf": (
         *("__init__", "loading", "model", "runner", "step", "speculation", "sampling"),
         *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
-        *("kv_cache", "buffers", "progress"),
+        *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress"),
     ),
     "sim": (
         *("commands", "reports", "run_options", "exploration", "sweep", "baselines", "eviction"),
