@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +72,7 @@ from forge.models.hf.runner.model_runner import ModelRunner
 from forge.models.hf.sampling.sampler import Sampler, kernel_compilations
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.loaded_model import LoadedModel
+from forge.start_log import StartLog
 
 log = logging.getLogger(__name__)
 
@@ -284,26 +284,32 @@ def load_decoder(
     config_fields: Mapping[str, Any],
     options: DeviceOptions,
     device: torch.device,
+    start: StartLog,
 ) -> LoadedDecoder:
     """Load the checkpoint's weights onto the device and compile kernels for them."""
     # First, since reading weights takes longer.
-    check_kernel_libraries(device, checkpoint.dtype)
-    module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
+    with start.phase("kernel libraries"):
+        check_kernel_libraries(device, checkpoint.dtype)
+    with start.phase("weights"):
+        module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
     decoder: Decoder
     with torch.inference_mode():
         if options.torch_compile:
-            decoder, layers = build_compiled_decoder(module, config_fields["max_model_len"])
+            with start.phase("torch.compile"):
+                decoder, layers = build_compiled_decoder(module, config_fields["max_model_len"])
         else:
-            decoder, layers = select_decoder(
-                module,
-                select_ops(device, checkpoint.dtype),
-                config_fields["max_model_len"],
-                partial(
-                    compile_kernels,
-                    block_size=config_fields["block_size"],
-                    vocab_size=checkpoint.vocab_size,
-                ),
-            )
+
+            def warm_up(fused: FusedDecoder, layers: list[LayerSpec]) -> None:
+                with start.phase("kernels"):
+                    compile_kernels(
+                        fused, layers, config_fields["block_size"], checkpoint.vocab_size
+                    )
+
+            with start.phase("comparison"):
+                ops = select_ops(device, checkpoint.dtype)
+                decoder, layers = select_decoder(
+                    module, ops, config_fields["max_model_len"], warm_up
+                )
     kv_cache_spec = select_kv_cache_spec(layers, checkpoint.dtype, device)
     # A module that reads from the device cannot be captured; transformers marks those that do not.
     supports_capture = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
@@ -327,25 +333,33 @@ def refuse_out_of_memory(overrides: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def open_model(
-    name: str, overrides: Mapping[str, Any], options: DeviceOptions
+    name: str,
+    overrides: Mapping[str, Any],
+    options: DeviceOptions,
+    start: StartLog | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the checkpoint's model, and close it when the context ends. Raise InvalidConfig.
 
     overrides   fields of EngineConfig that the caller set
+    start       where the phases of the start are recorded
     """
-    register_attention()
-    device = select_device(options.device)
-    checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
-        name, overrides, options, device
-    )
+    start = start or StartLog()
+    with start.phase("configuration"):
+        register_attention()
+        device = select_device(options.device)
+        checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
+            name, overrides, options, device
+        )
     with refuse_out_of_memory(overrides):
-        loaded = load_decoder(checkpoint, config_fields, options, device)
+        loaded = load_decoder(checkpoint, config_fields, options, device, start)
         if "num_blocks" not in config_fields:
-            config_fields["num_blocks"] = compute_num_blocks(
-                [loaded], config_fields, options.gpu_memory_utilization, device
-            )
+            with start.phase("memory"):
+                config_fields["num_blocks"] = compute_num_blocks(
+                    [loaded], config_fields, options.gpu_memory_utilization, device
+                )
         config = EngineConfig(**config_fields)
-        model = create_model(loaded, config, eos_token, device)
+        with start.phase("graphs"):
+            model = create_model(loaded, config, eos_token, device)
     with freeze_gc():
         yield LoadedModel(name, model, tokenizer, config, str(device))
 
