@@ -46,8 +46,8 @@ def test_a_start_that_began_before_has_its_first_phase():
 
 
 def test_the_line_adds_up_to_the_total(caplog: pytest.LogCaptureFixture):
-    start = start_log(0.0, 0.0, 0.0, 9.5, 9.5, 9.52, 10.0)
-    for name in ("imports", "step costs"):
+    start = start_log(0.0, 0.0, 0.0, 9.5, 9.5, 9.54, 9.54, 9.58, 10.0)
+    for name in ("imports", "configuration", "step costs"):
         with start.phase(name):
             pass
     start.log_summary()

@@ -21,6 +21,7 @@ from forge.models.hf.decoders.module_decoder import register_attention
 from forge.models.hf.decoders.resized_vocab import ResizedVocabDecoder
 from forge.models.hf.loading.checkpoint import Checkpoint, open_checkpoint, select_device
 from forge.models.hf.loading.gc_control import freeze_gc
+from forge.models.hf.loading.kernel_selection import compile_missing_modules
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_loader import (
     ModelSpec,
@@ -90,7 +91,10 @@ def open_pair(
                 max_in_flight,
             )
             model = create_model(loaded, config, target.eos_token, device, draft=draft_model)
-    with freeze_gc():
+    # Modules of the draft are compiled too: with other heads they are others.
+    modules = dict.fromkeys(loaded.prefill.to_compile + loaded_draft.prefill.to_compile)
+    missing = loaded.prefill._replace(to_compile=tuple(modules))
+    with freeze_gc(), compile_missing_modules(missing):
         yield LoadedModel(name, model, target.tokenizer, config, str(device))
 
 

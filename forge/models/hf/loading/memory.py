@@ -19,6 +19,7 @@ import torch
 
 from forge.config import Speculation
 from forge.errors import InvalidConfig
+from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import AttentionMetadata, LayerSpec, RowSpan
 from forge.models.hf.decoders.interface import Decoder, ForwardContext
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
@@ -54,11 +55,13 @@ def profile_step_bytes(
     block_size: int,
     max_logits_rows: int,
     max_num_batched_tokens: int,
+    wrappers: FlashInferWrappers | None,
     device: torch.device,
 ) -> int:
     """Run the largest step; return the CUDA memory it takes, in bytes, weights and cache excluded.
 
     max_logits_rows   most positions that are sampled in one step
+    wrappers          as in `select_attention`
     """
     tokens = max_num_batched_tokens
     kv_cache = KVCache(
@@ -72,7 +75,7 @@ def profile_step_bytes(
     kv_cache.block_tables[0] = torch.arange(
         kv_cache.max_num_blocks, dtype=torch.int32, device=device
     )
-    attention, _ = select_attention(kv_cache, layers)
+    attention, _ = select_attention(kv_cache, layers, wrappers)
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     slots = torch.zeros_like(positions)
     torch.cuda.synchronize(device)
@@ -154,6 +157,7 @@ def compute_num_blocks(
                 block_size=block_size,
                 max_logits_rows=config_fields["max_num_seqs"] * (1 + num_drafts),
                 max_num_batched_tokens=min(config_fields["max_num_batched_tokens"], max_model_len),
+                wrappers=loaded.prefill.wrappers,
                 device=device,
             )
             for loaded in decoders
