@@ -26,6 +26,7 @@ from typing import Any
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
 from forge.models.costs import measure_step_costs
+from forge.models.early_start import begin_early
 from forge.models.hash import HashModel
 from forge.models.loaded_model import LoadedModel
 from forge.start_log import StartLog
@@ -147,6 +148,12 @@ def _open_checkpoint(
             "Use tiny-draft, a folder, or a HuggingFace id such as Qwen/Qwen3-0.6B",
         )
     try:
+        # Loading needs a file with weights, and its device the context, right after the imports.
+        begin_early(
+            Path(name),
+            uses_gpu=options.device != "cpu",
+            reads_weights=options.load_format != "dummy",
+        )
         with start.phase("imports"):
             from forge.models.hf import open_model, open_pair
     except ModuleNotFoundError as missing:
