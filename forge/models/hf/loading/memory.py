@@ -32,6 +32,12 @@ GIB = 2**30
 CUDA_GRAPH_BYTES = GIB
 """Bytes reserved for CUDA graphs and for allocations of libraries outside of torch."""
 
+TYPICAL_STEP_TOKENS = 2048
+"""Tokens of a step that is run before the largest.
+
+The GEMM library chooses kernels by size and loads each on its first use: not in a first prompt.
+"""
+
 SAMPLER_BYTES = GIB
 """Bytes of a step with full sampling; the sampler works in chunks of this size."""
 
@@ -76,15 +82,16 @@ def profile_step_bytes(
         kv_cache.max_num_blocks, dtype=torch.int32, device=device
     )
     attention, _ = select_attention(kv_cache, layers, wrappers)
-    positions = torch.arange(tokens, dtype=torch.int32, device=device)
-    slots = torch.zeros_like(positions)
     torch.cuda.synchronize(device)
     allocated_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    attention.plan(AttentionMetadata([RowSpan(0, 0, tokens, 0)], 0, slots[:0], slots[:0]))
-    context = ForwardContext(kv_cache, attention, kv_cache.slot_mapping(slots, positions))
-    hidden = decoder.forward(slots, positions, context)
-    decoder.compute_logits(hidden[: min(tokens, max_logits_rows)])
+    for num_tokens in sorted({min(TYPICAL_STEP_TOKENS, tokens), tokens}):
+        positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
+        slots = torch.zeros_like(positions)
+        attention.plan(AttentionMetadata([RowSpan(0, 0, num_tokens, 0)], 0, slots[:0], slots[:0]))
+        context = ForwardContext(kv_cache, attention, kv_cache.slot_mapping(slots, positions))
+        hidden = decoder.forward(slots, positions, context)
+        decoder.compute_logits(hidden[: min(num_tokens, max_logits_rows)])
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - allocated_before
 
