@@ -110,7 +110,7 @@ def find_obstacle(modules: Sequence[PrefillModule], device: torch.device) -> str
     # Any error of a library that is not needed: another version, a read-only folder, a broken
     # installation.
     except Exception as error:
-        return f"which cannot be used: {one_line(error)}"
+        return f"it cannot be used: {one_line(error)}"
     if missing:
         names = ", ".join(f"{module.backend} for heads of {module.head_dim}" for module in missing)
         return f"not compiled: {names}"

@@ -103,7 +103,7 @@ def select_prefill(
     else:
         end = "; they are compiled in the background for the next start"
         to_compile = tuple(modules)
-    log.info("prefill attention: Triton's kernel instead of FlashInfer's, %s%s", obstacle, end)
+    log.info("prefill attention: Triton's kernel instead of FlashInfer's: %s%s", obstacle, end)
     return PrefillKernels(None, to_compile)
 
 
