@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import get_context
@@ -38,6 +39,7 @@ from forge.models.loader import import_checkpoint_packages
 from forge.policy import Policy
 from forge.request import Delta, FinishReason
 from forge.seam import StepPlan
+from forge.start_log import StartLog
 from forge.tokenizer import Tokenizer
 
 FAILED_STOP_TIMEOUT_S = 1.0
@@ -111,7 +113,8 @@ class EngineProcess:
         self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(
             target=_run_engine,
-            args=(child_pipe, model, policy, options),
+            # The clock is the same in every process of the machine.
+            args=(child_pipe, model, policy, options, time.monotonic()),
             name="forge-engine",
             daemon=True,
         )
@@ -212,14 +215,20 @@ def _unpack_report(deltas: Any, rejections: Any, status: Any, *figures: Any) -> 
 # The other process.
 
 
-def _run_engine(pipe: Connection, model: str, policy: str, options: Options) -> None:
-    """Open the engine, report that it is open, and serve until the parent ends it or dies."""
+def _run_engine(
+    pipe: Connection, model: str, policy: str, options: Options, began_s: float
+) -> None:
+    """Open the engine, report that it is open, and serve until the parent ends it or dies.
+
+    began_s   time.monotonic() when the parent began to start this process
+    """
+    start = StartLog(began_s, "process")
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         # A terminal sends them to every process; the parent decides when this one ends.
         signal.signal(signal_number, signal.SIG_IGN)
     with nonblocking_logging(), suppress(BrokenPipeError), ExitStack() as exit_stack:
         try:
-            engine, tokenizer = open_engine(model, policy, options, exit_stack)
+            engine, tokenizer = open_engine(model, policy, options, exit_stack, start)
         except ForgeError as error:
             pipe.send(error)
             return

@@ -30,6 +30,7 @@ from forge.policy import POLICIES, Policy
 from forge.progress import GenerationProgress
 from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams
+from forge.start_log import StartLog
 from forge.tokenizer import Tokenizer
 from forge.version import VERSION
 
@@ -125,16 +126,24 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
 
 
 def open_engine_and_model(
-    model: str, policy: str | Policy, options: Options, exit_stack: ExitStack
+    model: str,
+    policy: str | Policy,
+    options: Options,
+    exit_stack: ExitStack,
+    start: StartLog | None = None,
 ) -> tuple[Engine, LoadedModel]:
-    """Open the named model and an engine on it, until `exit_stack` closes. Raises InvalidConfig."""
+    """Open the named model and an engine on it, until `exit_stack` closes. Raises InvalidConfig.
+
+    start   where the phases of the start are recorded
+    """
+    start = start or StartLog()
     scheduling_policy = load_policy(policy)
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
         known = ", ".join(Options.__annotations__)
         raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
     load_options = {name: value for name, value in options.items() if name != "record"}
-    loaded = _add_engine_overhead(exit_stack.enter_context(load_model(model, load_options)))
+    loaded = _add_engine_overhead(exit_stack.enter_context(load_model(model, load_options, start)))
     recorder, path = None, options.get("record")
     if path is not None:
         policy_name = policy if isinstance(policy, str) else "a policy of its own"
@@ -172,10 +181,14 @@ def _open_recording(
 
 
 def open_engine(
-    model: str, policy: str | Policy, options: Options, exit_stack: ExitStack
+    model: str,
+    policy: str | Policy,
+    options: Options,
+    exit_stack: ExitStack,
+    start: StartLog | None = None,
 ) -> tuple[Engine, Tokenizer]:
     """Open an engine on the named model, until `exit_stack` closes. Raises InvalidConfig."""
-    engine, loaded = open_engine_and_model(model, policy, options, exit_stack)
+    engine, loaded = open_engine_and_model(model, policy, options, exit_stack, start)
     return engine, loaded.tokenizer
 
 

@@ -24,6 +24,7 @@ from forge.config import EngineConfig
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import LLM
 from forge.request import SamplingParams
+from forge.start_log import process_age_s
 
 
 def describe_capacity(config: EngineConfig) -> list[str]:
@@ -70,6 +71,16 @@ def format_banner(
     return "\n".join([*head, *describe_capacity(config), f"address  {url}", f"try      {line}"])
 
 
+def log_server_start(age_before_s: float | None, age_after_s: float | None) -> None:
+    """Log the time since this process started, before, during and after the engine's start."""
+    age_s = process_age_s()
+    if age_s is not None and age_before_s is not None and age_after_s is not None:
+        logging.getLogger("forge.start").info(
+            "ready %.1f s after the process started: imports %.1f, engine %.1f, server %.1f",
+            *(age_s, age_before_s, age_after_s - age_before_s, age_s - age_after_s),
+        )
+
+
 def serve(args: argparse.Namespace, settings: Settings) -> int:
     """Serve a model over HTTP until Ctrl-C."""
     from forge.log import nonblocking_logging
@@ -84,10 +95,13 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         api_keys = settings.values["api_key"] or ()
         model_name = settings.values["served_model_name"] or settings.values["model"]
         limits = settings.limits
+        age_before_s = process_age_s()
         llm = settings.open_llm(AsyncLLM.spawn)
+        age_after_s = process_age_s()
         config = llm.engine.config
 
         def print_banner(url: str) -> None:
+            log_server_start(age_before_s, age_after_s)
             print(format_banner(config, model_name, url, api_keys))
 
         run_server(

@@ -26,8 +26,10 @@ from typing import Any
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
 from forge.models.costs import measure_step_costs
+from forge.models.early_start import begin_early
 from forge.models.hash import HashModel
 from forge.models.loaded_model import LoadedModel
+from forge.start_log import StartLog
 from forge.tokenizer import ByteTokenizer
 from forge.version import install_remedy
 
@@ -53,12 +55,15 @@ HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
 
 @contextmanager
-def load_model(name: str, overrides: Mapping[str, Any]) -> Iterator[LoadedModel]:
+def load_model(
+    name: str, overrides: Mapping[str, Any], start: StartLog | None = None
+) -> Iterator[LoadedModel]:
     """Open the named model, and close it when the context ends.
 
     Raise InvalidConfig with the remedy.
     overrides   fields of EngineConfig and DeviceOptions, SPECULATION_OPTIONS and `draft_model` that
                 the caller set; the model has defaults for the others
+    start       where the phases of the start are recorded; a checkpoint's are logged at its end
     """
     device_overrides = {key: value for key, value in overrides.items() if key in DEVICE_OPTIONS}
     other_names = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS}
@@ -84,8 +89,13 @@ def load_model(name: str, overrides: Mapping[str, Any]) -> Iterator[LoadedModel]
         )
     device_options = DeviceOptions(**device_overrides)
     _check_config_fields(config_fields)
-    with _open_checkpoint(_checkpoint_path(name), draft, config_fields, device_options) as loaded:
-        yield _add_step_costs(loaded._replace(name=name))
+    start = start or StartLog()
+    path = _checkpoint_path(name)
+    with _open_checkpoint(path, draft, config_fields, device_options, start) as loaded:
+        with start.phase("step costs"):
+            loaded = _add_step_costs(loaded._replace(name=name))
+        start.log_summary()
+        yield loaded
 
 
 def import_checkpoint_packages(name: str) -> None:
@@ -124,7 +134,11 @@ def _checkpoint_path(name: str) -> str:
 
 
 def _open_checkpoint(
-    name: str, draft: str | None, config_fields: Mapping[str, Any], options: DeviceOptions
+    name: str,
+    draft: str | None,
+    config_fields: Mapping[str, Any],
+    options: DeviceOptions,
+    start: StartLog,
 ) -> AbstractContextManager[LoadedModel]:
     """Import forge.models.hf, which takes seconds, and open the checkpoint with it."""
     if draft is not None and not (isinstance(draft, str) and _is_checkpoint(draft)):
@@ -134,7 +148,14 @@ def _open_checkpoint(
             "Use tiny-draft, a folder, or a HuggingFace id such as Qwen/Qwen3-0.6B",
         )
     try:
-        from forge.models.hf import open_model, open_pair
+        # Loading needs a file with weights, and its device the context, right after the imports.
+        begin_early(
+            Path(name),
+            uses_gpu=options.device != "cpu",
+            reads_weights=options.load_format != "dummy",
+        )
+        with start.phase("imports"):
+            from forge.models.hf import open_model, open_pair
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] == "forge":
             raise
@@ -144,8 +165,8 @@ def _open_checkpoint(
             install_remedy("hf"),
         ) from None
     if draft is not None:
-        return open_pair(name, _checkpoint_path(draft), config_fields, options)
-    return open_model(name, config_fields, options)
+        return open_pair(name, _checkpoint_path(draft), config_fields, options, start)
+    return open_model(name, config_fields, options, start)
 
 
 def _add_step_costs(loaded: LoadedModel) -> LoadedModel:

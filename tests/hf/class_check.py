@@ -47,6 +47,7 @@ from forge.models.hf.loading.model_loader import (
     resolve_model_spec,
 )
 from forge.request import Request, SamplingParams
+from forge.start_log import StartLog
 from tests.hf.tiny_configs import (
     ORIGINAL_POSITIONS,
     POSITIONS,
@@ -241,7 +242,7 @@ def _draw_ids(count: int, seed: int) -> list[int]:
 def serve(folder: Path, dtype: str) -> ServedTexts:
     """Return the engine's output for three greedy requests in one batch."""
     known, limit = _outline(folder, dtype)
-    weights = load_decoder(known.checkpoint, known.config_fields, _options(dtype), CPU)
+    weights = load_decoder(known.checkpoint, known.config_fields, _options(dtype), CPU, StartLog())
     config = EngineConfig(**known.config_fields)
     engine = Engine(create_model(weights, config, known.eos_token, CPU), config)
     texts = [_draw_ids(ceil(limit * share), seed) for seed, share in enumerate(LENGTHS)]

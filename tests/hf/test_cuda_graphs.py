@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from forge.models.capture_sizes import (  # noqa: E402
     VERIFY_CAPTURE_SIZES,
     decode_capture_sizes,
 )
+from forge.models.hf.attention.flashinfer_api import load_wrappers  # noqa: E402
 from forge.models.hf.attention.graph_attention import (  # noqa: E402
     MixedGraphAttention,
     PrefillGraphAttention,
@@ -75,8 +77,21 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def model_of(name: str, device: Any, dtype: Any, *, decodes: Any, chunks: Any) -> HFModel:
-    """Return a model with random weights, 64 blocks of 16, 8 slots and graphs of these sizes."""
+def wrappers_of(kernels: str) -> Any:
+    """Return FlashInfer's wrappers, or None for Triton's kernel."""
+    if kernels == "triton":
+        return None
+    pytest.importorskip("flashinfer")
+    return load_wrappers()
+
+
+def model_of(
+    name: str, device: Any, dtype: Any, *, decodes: Any, chunks: Any, kernels: str = "triton"
+) -> HFModel:
+    """Return a model with random weights, 64 blocks of 16, 8 slots and graphs of these sizes.
+
+    kernels   kernels of longer rows on a GPU
+    """
     register_attention()
     config = CONFIGS[name]()
     config._attn_implementation = ATTENTION_NAME
@@ -99,6 +114,7 @@ def model_of(name: str, device: Any, dtype: Any, *, decodes: Any, chunks: Any) -
             device=device,
             decode_sizes=decodes,
             mixed_sizes=chunks,
+            wrappers=wrappers_of(kernels) if device.type == "cuda" else None,
         )
 
 
@@ -376,13 +392,15 @@ def test_the_simulator_predicts_which_graph_a_step_replays(slots: int, sizes: tu
 
 # On a GPU.
 
+KERNELS = ("triton", "flashinfer")
+"""Kernels of rows with more than one token."""
 
-@pytest.fixture(scope="module", params=CONFIGS)
+
+@pytest.fixture(scope="module", params=product(CONFIGS, KERNELS), ids=", ".join)
 def captured_model(request: pytest.FixtureRequest) -> HFModel:
-    sizes = (16, 64, 256)
-    return model_of(
-        request.param, torch.device("cuda"), torch.bfloat16, decodes=(1, 2, 4, 8), chunks=sizes
-    )
+    name, kernels = request.param
+    cuda, sizes = torch.device("cuda"), (16, 64, 256)
+    return model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=sizes, kernels=kernels)
 
 
 @pytest.mark.gpu
@@ -499,10 +517,9 @@ def test_tokens_of_captured_decode_steps_are_those_without_graphs(name: str):
 def test_a_plan_with_another_layout_than_the_captured_one_runs_without_a_graph(name: str):
     """Every graph is given a captured layout that no plan has."""
     cuda = torch.device("cuda")
-    eager = model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=())
-    model = model_of(
-        name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=MIXED_CAPTURE_SIZES[:5]
-    )
+    shared: dict[str, Any] = {"decodes": (1, 2, 4, 8), "kernels": "flashinfer"}
+    eager = model_of(name, cuda, torch.bfloat16, chunks=(), **shared)
+    model = model_of(name, cuda, torch.bfloat16, chunks=MIXED_CAPTURE_SIZES[:5], **shared)
     assert model._mixed_graphs is not None
     for chunks in model._mixed_graphs._captured.values():
         for chunk in chunks:

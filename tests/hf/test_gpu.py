@@ -611,11 +611,11 @@ def test_a_steady_step_never_waits_for_the_device(params: dict[str, Any]):
 
 def compiled_kernels() -> dict[str, int]:
     """Return how many variants of each Triton kernel are compiled."""
-    from forge.models.hf.attention import triton_decode
+    from forge.models.hf.attention import triton_decode, triton_prefill
     from forge.models.hf.ops import small_gemm, triton_ops
 
     found = {}
-    for module in (triton_decode, triton_ops, small_gemm):
+    for module in (triton_decode, triton_prefill, triton_ops, small_gemm):
         for name, kernel in vars(module).items():
             if hasattr(kernel, "device_caches"):
                 found[name] = sum(len(caches[0]) for caches in kernel.device_caches.values())

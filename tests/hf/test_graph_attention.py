@@ -15,8 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf.attention import flashinfer_prefill, graph_attention  # noqa: E402
-from forge.models.hf.attention.flashinfer_api import FlashInferWrappers  # noqa: E402
+from forge.models.hf.attention import flashinfer_prefill  # noqa: E402
 from forge.models.hf.attention.graph_attention import (  # noqa: E402
     GraphPrefillKernels,
     MixedGraphAttention,
@@ -112,9 +111,6 @@ STEPS: dict[str, tuple[type, list[tuple[int, int]]]] = {
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(
-        graph_attention, "load_wrappers", lambda: FlashInferWrappers(FakeWrapper, None)
-    )
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(flashinfer_prefill, "pin", torch.from_numpy)
@@ -177,7 +173,7 @@ def test_a_captured_graph_gives_what_plain_torch_gives(case: CapturedCase, name:
     kind, rows = STEPS[name]
     pool = pool_of(case)
     slots, kv_lens = torch.zeros(2, TOKENS, dtype=torch.int32)
-    places = partial(GraphPrefillKernels, pool, [case.spec] * 2, None, TOKENS)
+    places = partial(GraphPrefillKernels, FakeWrapper, pool, [case.spec] * 2, None, TOKENS)
     attentions = build_graph_attentions(
         places, TorchDecodeAttention(case, pool), TOKENS, slots[:SLOTS], kv_lens[:SLOTS]
     )

@@ -43,7 +43,7 @@ HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
     ENGINE_AND_BELOW
     | HOSTS
-    | {"log", "outputs", "overhead", "version"}
+    | {"log", "outputs", "overhead", "start_log", "version"}
     | {"models.*", "llm", "async_llm"}
 )
 
@@ -51,6 +51,7 @@ LLM_AND_BELOW = (
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "start_log": set(),
     "requirements": set(),
     "config": {"errors"},
     "limits": {"errors"},
@@ -84,17 +85,20 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "invariants": {"blocks", "drafting", "engine", "scheduler", "seam", "sequence", "sessions"},
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
-        *("models.*", "version"),
+        *("models.*", "start_log", "version"),
     },
     "outputs": {"request", "tokenizer"},
     "progress": {"outputs"},
-    "llm": ENGINE_AND_BELOW | {"models.*", "outputs", "overhead", "progress", "version"},
+    "llm": ENGINE_AND_BELOW
+    | {"models.*", "outputs", "overhead", "progress"}
+    | {"start_log", "version"},
     "session_timers": {"sessions"},
     "engine_loop": {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
     },
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
-    "engine_process": ENGINE_AND_BELOW | {"engine_loop", "engine_thread", "log", "models.*", "llm"},
+    "engine_process": ENGINE_AND_BELOW
+    | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"},
     "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "outputs"},
     "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
@@ -150,7 +154,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "models.hf": (
         *("__init__", "loading", "model", "runner", "step", "speculation", "sampling"),
         *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
-        *("kv_cache", "buffers", "progress"),
+        *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress"),
     ),
     "sim": (
         *("commands", "reports", "run_options", "exploration", "sweep", "baselines", "eviction"),

@@ -3,8 +3,10 @@
 Owns compilation by NVRTC and launches. Knows no kernel.
 
     source, macros ──NVRTC──► binary ──► CudaModule, loaded on a device ──► launch on torch's stream
+                     or the file of an earlier start: binary_cache.py
 
 NVRTC and its bindings come with torch: no compiler has to be installed.
+Sources include no other file, so a source and its options determine the binary.
 Always true: a launch does not wait for the device, and a CUDA graph may contain it.
 """
 
@@ -12,13 +14,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
+
+from forge.models.hf.binary_cache import cache_folder, load_or_build
 
 
 class CudaModule:
@@ -98,7 +102,7 @@ def compile_source(
 ) -> bytes:
     """Return the source file compiled for the device. Raise RuntimeError where it does not compile.
 
-    Cached. Other threads go on while it compiles.
+    Cached, also on disk. Other threads go on while it compiles.
 
     macros    "NAME" or "NAME=VALUE"
     options   further options of NVRTC
@@ -112,14 +116,24 @@ def compile_source(
 @cache
 def _compile(source: Path, options: tuple[str, ...], architecture: str) -> bytes:
     flags = [each.encode() for each in (f"--gpu-architecture={architecture}", *options)]
-    program = check_result(
-        nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
-    )
+    text, version = source.read_bytes(), nvrtc_version().encode()
+    key = (text, source.name.encode(), version, *flags)
+    return load_or_build(cache_folder(), key, partial(_compile_text, source.name, text, flags))
+
+
+def nvrtc_version() -> str:
+    """Return the version of NVRTC: the library's own, and that of CUDA that torch is built with."""
+    major, minor = check_result(nvrtc.nvrtcVersion())
+    return f"{major}.{minor} torch {torch.__version__}"
+
+
+def _compile_text(name: str, text: bytes, flags: Sequence[bytes]) -> bytes:
+    program = check_result(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
     (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
     if int(error):
         log = b" " * check_result(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"{source.name} does not compile: {log.decode()}")
+        raise RuntimeError(f"{name} does not compile: {log.decode()}")
     binary: bytes = b" " * check_result(nvrtc.nvrtcGetCUBINSize(program))
     check_result(nvrtc.nvrtcGetCUBIN(program, binary))
     return binary
@@ -142,8 +156,11 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def check_result(result: tuple[Any, ...]) -> Any:
-    """Return what a call of the driver or of NVRTC returned. Raise RuntimeError on an error."""
+    """Return what a call of the driver or of NVRTC returned: nothing, a value or several.
+
+    Raise RuntimeError on an error.
+    """
     error, *values = result
     if int(error):
         raise RuntimeError(f"a call of CUDA failed: {error!r}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else tuple(values) or None

@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from transformers.utils import logging as hf_logging
 
 log = logging.getLogger("forge.start")
-# Shown wherever the process has a log handler, whatever the root logger's level.
-log.setLevel(logging.INFO)
 
 
 def has_progress_bars() -> bool:

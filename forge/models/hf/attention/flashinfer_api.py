@@ -2,6 +2,7 @@
 
 Owns the import of flashinfer and the names, arguments and private attribute that forge depends on.
 Knows no KV cache, no plan and no step. No other module of forge imports flashinfer.
+`describe_prefill_module` names a compiled module: flashinfer_modules.py.
 
     flashinfer ──► check_flashinfer() ──► FlashInferWrappers     flashinfer_prefill.py calls
                       │                                          plan() and run()
@@ -83,6 +84,23 @@ def load_wrappers() -> FlashInferWrappers:
             install_remedy("gpu"),
         ) from None
     return check_flashinfer(flashinfer)
+
+
+def describe_prefill_module(
+    backend: str, dtype: Any, head_dim: int, *, has_window: bool, has_softcap: bool
+) -> Any:
+    """Return FlashInfer's JitSpec of a prefill module, and write its sources where they differ.
+
+    dtype   of queries, keys, values and outputs
+    """
+    import torch
+    from flashinfer.jit import gen_batch_prefill_module
+
+    no_positions, no_fp16_sums = 0, False
+    return gen_batch_prefill_module(
+        *(backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, no_positions),
+        *(has_window, has_softcap, no_fp16_sums),
+    )
 
 
 def check_flashinfer(library: Any) -> FlashInferWrappers:

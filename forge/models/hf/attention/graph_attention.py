@@ -20,7 +20,7 @@ Always true: a graph is replayed only if the plan's layout equals the captured o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from forge.models.capture_sizes import (
     NO_CONTEXT_MAX_TOKENS,
     SPLIT_DECODE_ABOVE_TOKENS,
 )
-from forge.models.hf.attention.flashinfer_api import load_wrappers
 from forge.models.hf.attention.flashinfer_prefill import (
     PagedPrefill,
     PlanKey,
@@ -48,13 +47,15 @@ class GraphPrefillKernels:
     """Planned FlashInfer kernels of one graph.
 
     The graph reads the plan from buffers at fixed addresses.
-    num_tokens   tokens of the graph; padding tokens are one more row, in the scratch block
-    max_rows     rows that the buffers have room for; unused rows are empty
-    backend      "fa2" or "fa3", for layers without a window or a soft cap; others always use FA2
+    paged_wrapper   FlashInfer's class for attention over a paged KV cache
+    num_tokens      tokens of the graph; padding tokens are one more row, in the scratch block
+    max_rows        rows that the buffers have room for; unused rows are empty
+    backend         "fa2" or "fa3", for layers without a window or a soft cap; others use FA2
     """
 
     def __init__(
         self,
+        paged_wrapper: Any,
         kv_cache: KVCache,
         layers: Sequence[LayerSpec],
         workspace: torch.Tensor,
@@ -76,7 +77,6 @@ class GraphPrefillKernels:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
         self._kernels = {}
-        paged_wrapper = load_wrappers().paged
         for key in dict.fromkeys(self._plan_keys):
             full_attention = not key.softcap and not key.window
             wrapper = paged_wrapper(

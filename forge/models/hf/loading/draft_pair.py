@@ -21,6 +21,7 @@ from forge.models.hf.decoders.module_decoder import register_attention
 from forge.models.hf.decoders.resized_vocab import ResizedVocabDecoder
 from forge.models.hf.loading.checkpoint import Checkpoint, open_checkpoint, select_device
 from forge.models.hf.loading.gc_control import freeze_gc
+from forge.models.hf.loading.kernel_selection import compile_missing_modules
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_loader import (
     ModelSpec,
@@ -32,31 +33,39 @@ from forge.models.hf.loading.model_loader import (
 )
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.loaded_model import LoadedModel
+from forge.start_log import StartLog
 
 
 @contextmanager
 def open_pair(
-    name: str, draft_name: str, overrides: Mapping[str, Any], options: DeviceOptions
+    name: str,
+    draft_name: str,
+    overrides: Mapping[str, Any],
+    options: DeviceOptions,
+    start: StartLog | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the model with its draft model, and close both when the context ends.
 
     Raise InvalidConfig.
     overrides   fields of EngineConfig that the caller set. `speculation` configures the drafts; the
                 completed config has the number of the draft's blocks in it
+    start       where the phases of the start are recorded
     """
-    register_attention()
-    device = select_device(options.device)
-    target = resolve_model_spec(name, overrides, options, device)
-    config_fields = target.config_fields
-    checkpoint = open_checkpoint(
-        draft_name, dtype=options.dtype, device=device, load_format=options.load_format
-    )
-    check_pair(target, checkpoint)
+    start = start or StartLog()
+    with start.phase("configuration"):
+        register_attention()
+        device = select_device(options.device)
+        target = resolve_model_spec(name, overrides, options, device)
+        config_fields = target.config_fields
+        checkpoint = open_checkpoint(
+            draft_name, dtype=options.dtype, device=device, load_format=options.load_format
+        )
+        check_pair(target, checkpoint)
     speculation: Speculation = config_fields.get("speculation") or Speculation()
     config_fields["speculation"] = speculation
     with refuse_out_of_memory(overrides):
-        loaded = load_decoder(target.checkpoint, config_fields, options, device)
-        loaded_draft = load_decoder(checkpoint, config_fields, options, device)
+        loaded = load_decoder(target.checkpoint, config_fields, options, device, start)
+        loaded_draft = load_decoder(checkpoint, config_fields, options, device, start)
         draft_vocab_size, vocab_size = checkpoint.vocab_size, target.checkpoint.vocab_size
         if draft_vocab_size != vocab_size:
             loaded_draft = loaded_draft._replace(
@@ -64,23 +73,28 @@ def open_pair(
                 checkpoint=checkpoint._replace(vocab_size=vocab_size),
             )
         if "num_blocks" not in config_fields:
-            config_fields["num_blocks"] = compute_num_blocks(
-                [loaded, loaded_draft], config_fields, options.gpu_memory_utilization, device
-            )
+            with start.phase("memory"):
+                config_fields["num_blocks"] = compute_num_blocks(
+                    [loaded, loaded_draft], config_fields, options.gpu_memory_utilization, device
+                )
         num_draft_blocks = speculation.num_blocks or config_fields["num_blocks"]
         config_fields["speculation"] = replace(speculation, num_blocks=num_draft_blocks)
         config = EngineConfig(**config_fields)
         # One plan of the draft model for each draft of a step.
         max_in_flight = MAX_IN_FLIGHT * speculation.num_tokens
-        draft_model = create_model(
-            loaded_draft,
-            replace(config, num_blocks=num_draft_blocks),
-            target.eos_token,
-            device,
-            max_in_flight,
-        )
-        model = create_model(loaded, config, target.eos_token, device, draft=draft_model)
-    with freeze_gc():
+        with start.phase("graphs"):
+            draft_model = create_model(
+                loaded_draft,
+                replace(config, num_blocks=num_draft_blocks),
+                target.eos_token,
+                device,
+                max_in_flight,
+            )
+            model = create_model(loaded, config, target.eos_token, device, draft=draft_model)
+    # Modules of the draft are compiled too: with other heads they are others.
+    modules = dict.fromkeys(loaded.prefill.to_compile + loaded_draft.prefill.to_compile)
+    missing = loaded.prefill._replace(to_compile=tuple(modules))
+    with freeze_gc(), compile_missing_modules(missing):
         yield LoadedModel(name, model, target.tokenizer, config, str(device))
 
 

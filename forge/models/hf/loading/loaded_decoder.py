@@ -13,6 +13,7 @@ from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.decoders.interface import Decoder
 from forge.models.hf.kv_cache import KVCacheSpec
 from forge.models.hf.loading.checkpoint import Checkpoint
+from forge.models.hf.loading.kernel_selection import PrefillKernels
 
 
 class LoadedDecoder(NamedTuple):
@@ -21,6 +22,7 @@ class LoadedDecoder(NamedTuple):
     layers          arguments of each layer's attention
     kv_cache_spec   shape of one position in the KV cache
     use_graphs      whether its steps are captured as CUDA graphs
+    prefill         kernels of rows with more than one token
     """
 
     checkpoint: Checkpoint
@@ -28,3 +30,4 @@ class LoadedDecoder(NamedTuple):
     layers: list[LayerSpec]
     kv_cache_spec: KVCacheSpec
     use_graphs: bool
+    prefill: PrefillKernels

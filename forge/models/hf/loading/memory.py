@@ -19,6 +19,7 @@ import torch
 
 from forge.config import Speculation
 from forge.errors import InvalidConfig
+from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import AttentionMetadata, LayerSpec, RowSpan
 from forge.models.hf.decoders.interface import Decoder, ForwardContext
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
@@ -30,6 +31,12 @@ GIB = 2**30
 
 CUDA_GRAPH_BYTES = GIB
 """Bytes reserved for CUDA graphs and for allocations of libraries outside of torch."""
+
+TYPICAL_STEP_TOKENS = 2048
+"""Tokens of a step that is run before the largest.
+
+The GEMM library chooses kernels by size and loads each on its first use: not in a first prompt.
+"""
 
 SAMPLER_BYTES = GIB
 """Bytes of a step with full sampling; the sampler works in chunks of this size."""
@@ -54,11 +61,13 @@ def profile_step_bytes(
     block_size: int,
     max_logits_rows: int,
     max_num_batched_tokens: int,
+    wrappers: FlashInferWrappers | None,
     device: torch.device,
 ) -> int:
     """Run the largest step; return the CUDA memory it takes, in bytes, weights and cache excluded.
 
     max_logits_rows   most positions that are sampled in one step
+    wrappers          as in `select_attention`
     """
     tokens = max_num_batched_tokens
     kv_cache = KVCache(
@@ -72,16 +81,17 @@ def profile_step_bytes(
     kv_cache.block_tables[0] = torch.arange(
         kv_cache.max_num_blocks, dtype=torch.int32, device=device
     )
-    attention, _ = select_attention(kv_cache, layers)
-    positions = torch.arange(tokens, dtype=torch.int32, device=device)
-    slots = torch.zeros_like(positions)
+    attention, _ = select_attention(kv_cache, layers, wrappers)
     torch.cuda.synchronize(device)
     allocated_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    attention.plan(AttentionMetadata([RowSpan(0, 0, tokens, 0)], 0, slots[:0], slots[:0]))
-    context = ForwardContext(kv_cache, attention, kv_cache.slot_mapping(slots, positions))
-    hidden = decoder.forward(slots, positions, context)
-    decoder.compute_logits(hidden[: min(tokens, max_logits_rows)])
+    for num_tokens in sorted({min(TYPICAL_STEP_TOKENS, tokens), tokens}):
+        positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
+        slots = torch.zeros_like(positions)
+        attention.plan(AttentionMetadata([RowSpan(0, 0, num_tokens, 0)], 0, slots[:0], slots[:0]))
+        context = ForwardContext(kv_cache, attention, kv_cache.slot_mapping(slots, positions))
+        hidden = decoder.forward(slots, positions, context)
+        decoder.compute_logits(hidden[: min(num_tokens, max_logits_rows)])
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - allocated_before
 
@@ -154,6 +164,7 @@ def compute_num_blocks(
                 block_size=block_size,
                 max_logits_rows=config_fields["max_num_seqs"] * (1 + num_drafts),
                 max_num_batched_tokens=min(config_fields["max_num_batched_tokens"], max_model_len),
+                wrappers=loaded.prefill.wrappers,
                 device=device,
             )
             for loaded in decoders

@@ -3,10 +3,11 @@
 Owns the order of a start and the default geometry of each device. In order:
 
     checkpoint ─► module ─► inspection ─► fused decoder, compared ─► blocks ─► graphs ─► HFModel
-    (refusals)    weights   of layers     with the modules           that fit
-                                          or compiled modules
+    (refusals)    weights   of layers,    with the modules           that fit
+                            kernels       or compiled modules
 
-Always true: a model that cannot work is refused as early as possible.
+Always true: a model that cannot work is refused as early as possible. Each part is a phase of the
+StartLog.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from forge.models.capture_sizes import (
     VERIFY_CAPTURE_SIZES,
     decode_capture_sizes,
 )
+from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.buffers import MAX_IN_FLIGHT
 from forge.models.hf.decoders.comparison import (
@@ -58,10 +59,12 @@ from forge.models.hf.loading.checkpoint import (
 )
 from forge.models.hf.loading.gc_control import freeze_gc, pause_gc
 from forge.models.hf.loading.kernel_selection import (
-    check_kernel_libraries,
+    compile_missing_modules,
+    import_kernel_libraries,
     select_attention,
     select_kv_cache_spec,
     select_ops,
+    select_prefill,
 )
 from forge.models.hf.loading.loaded_decoder import LoadedDecoder
 from forge.models.hf.loading.memory import compute_num_blocks
@@ -73,6 +76,7 @@ from forge.models.hf.runner.model_runner import ModelRunner
 from forge.models.hf.sampling.sampler import Sampler, kernel_compilations
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.loaded_model import LoadedModel
+from forge.start_log import StartLog
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +152,16 @@ def build_compiled_decoder(
 
 
 def compile_kernels(
-    fused: FusedDecoder, layers: Sequence[LayerSpec], block_size: int, vocab_size: int
+    fused: FusedDecoder,
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    vocab_size: int,
+    wrappers: FlashInferWrappers | None = None,
 ) -> None:
-    """Compile every kernel that a step may need, all at the same time. Does nothing on a CPU."""
+    """Compile every kernel that a step may need, all at the same time. Does nothing on a CPU.
+
+    wrappers   as in `select_attention`
+    """
     device, dtype = fused.device, fused.dtype
     kv_cache = KVCache(
         select_kv_cache_spec(layers, dtype, device),
@@ -160,7 +171,7 @@ def compile_kernels(
         max_model_len=block_size,
         device=device,
     )
-    _, capturable = select_attention(kv_cache, layers)
+    _, capturable = select_attention(kv_cache, layers, wrappers)
     if capturable is not None:
         run_concurrently(
             [
@@ -184,6 +195,7 @@ def assemble_model(
     mixed_sizes: Sequence[int] = (),
     max_in_flight: int = MAX_IN_FLIGHT,
     draft: HFModel | None = None,
+    wrappers: FlashInferWrappers | None = None,
 ) -> HFModel:
     """Return the model with a KV cache, sampler and graphs of the config's geometry.
 
@@ -191,6 +203,7 @@ def assemble_model(
     mixed_sizes     tokens of graphs of mixed steps
     max_in_flight   steps that may be in flight
     draft           draft model, or None
+    wrappers        as in `select_attention`
     """
     kv_cache = KVCache(
         kv_cache_spec,
@@ -200,7 +213,7 @@ def assemble_model(
         max_model_len=config.max_model_len,
         device=device,
     )
-    attention, capturable = select_attention(kv_cache, layers)
+    attention, capturable = select_attention(kv_cache, layers, wrappers)
     runner = ModelRunner(
         decoder,
         attention,
@@ -284,32 +297,47 @@ def load_decoder(
     config_fields: Mapping[str, Any],
     options: DeviceOptions,
     device: torch.device,
+    start: StartLog,
 ) -> LoadedDecoder:
     """Load the checkpoint's weights onto the device and compile kernels for them."""
-    # First, since reading weights takes longer.
-    check_kernel_libraries(device, checkpoint.dtype)
-    module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
+    dtype, max_model_len = checkpoint.dtype, config_fields["max_model_len"]
+    with start.phase("weights"), ThreadPoolExecutor(1) as executor:
+        # Threads wait for the disk, so the import takes little longer than alone.
+        libraries = executor.submit(import_kernel_libraries, device, dtype)
+        module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
+        with start.phase("kernel libraries"):
+            libraries.result()
     decoder: Decoder
     with torch.inference_mode():
         if options.torch_compile:
-            decoder, layers = build_compiled_decoder(module, config_fields["max_model_len"])
+            with start.phase("torch.compile"):
+                decoder, layers = build_compiled_decoder(module, max_model_len)
+            prefill = select_prefill(layers, select_kv_cache_spec(layers, dtype, device), device)
         else:
-            decoder, layers = select_decoder(
-                module,
-                select_ops(device, checkpoint.dtype),
-                config_fields["max_model_len"],
-                partial(
-                    compile_kernels,
-                    block_size=config_fields["block_size"],
-                    vocab_size=checkpoint.vocab_size,
-                ),
-            )
-    kv_cache_spec = select_kv_cache_spec(layers, checkpoint.dtype, device)
+            with start.phase("comparison"):
+                # The first CUDA kernels of the process are loaded here.
+                layers = ModuleDecoder(module).inspect_layers()
+                kv_cache_spec = select_kv_cache_spec(layers, dtype, device)
+                with start.phase("choice of kernels"):
+                    prefill = select_prefill(layers, kv_cache_spec, device)
+
+                def warm_up(fused: FusedDecoder, layers: list[LayerSpec]) -> None:
+                    with start.phase("kernels"):
+                        compile_kernels(
+                            fused,
+                            layers,
+                            config_fields["block_size"],
+                            checkpoint.vocab_size,
+                            prefill.wrappers,
+                        )
+
+                ops = select_ops(device, dtype)
+                decoder, layers = select_decoder(module, ops, max_model_len, warm_up)
+    kv_cache_spec = select_kv_cache_spec(layers, dtype, device)
     # A module that reads from the device cannot be captured; transformers marks those that do not.
     supports_capture = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
-    return LoadedDecoder(
-        checkpoint, decoder, layers, kv_cache_spec, supports_capture and not options.enforce_eager
-    )
+    use_graphs = supports_capture and not options.enforce_eager
+    return LoadedDecoder(checkpoint, decoder, layers, kv_cache_spec, use_graphs, prefill)
 
 
 @contextmanager
@@ -327,26 +355,34 @@ def refuse_out_of_memory(overrides: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def open_model(
-    name: str, overrides: Mapping[str, Any], options: DeviceOptions
+    name: str,
+    overrides: Mapping[str, Any],
+    options: DeviceOptions,
+    start: StartLog | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the checkpoint's model, and close it when the context ends. Raise InvalidConfig.
 
     overrides   fields of EngineConfig that the caller set
+    start       where the phases of the start are recorded
     """
-    register_attention()
-    device = select_device(options.device)
-    checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
-        name, overrides, options, device
-    )
+    start = start or StartLog()
+    with start.phase("configuration"):
+        register_attention()
+        device = select_device(options.device)
+        checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
+            name, overrides, options, device
+        )
     with refuse_out_of_memory(overrides):
-        loaded = load_decoder(checkpoint, config_fields, options, device)
+        loaded = load_decoder(checkpoint, config_fields, options, device, start)
         if "num_blocks" not in config_fields:
-            config_fields["num_blocks"] = compute_num_blocks(
-                [loaded], config_fields, options.gpu_memory_utilization, device
-            )
+            with start.phase("memory"):
+                config_fields["num_blocks"] = compute_num_blocks(
+                    [loaded], config_fields, options.gpu_memory_utilization, device
+                )
         config = EngineConfig(**config_fields)
-        model = create_model(loaded, config, eos_token, device)
-    with freeze_gc():
+        with start.phase("graphs"):
+            model = create_model(loaded, config, eos_token, device)
+    with freeze_gc(), compile_missing_modules(loaded.prefill):
         yield LoadedModel(name, model, tokenizer, config, str(device))
 
 
@@ -380,6 +416,7 @@ def create_model(
         mixed_sizes=mixed_sizes if loaded.use_graphs else (),
         max_in_flight=max_in_flight,
         draft=draft,
+        wrappers=loaded.prefill.wrappers,
     )
 
 

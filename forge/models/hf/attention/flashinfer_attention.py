@@ -1,4 +1,4 @@
-"""CudaAttention: paged attention on an NVIDIA GPU, by a Triton kernel and FlashInfer's.
+"""FlashInferAttention: paged attention on an NVIDIA GPU, by a Triton kernel and FlashInfer's.
 
 Owns the choice of kernel and the plans they need. Knows no weights and no sampling.
 
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from forge.models.capture_sizes import MAX_GRAPH_PREFILL_ROWS
-from forge.models.hf.attention.flashinfer_api import load_wrappers
+from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.flashinfer_prefill import (
     PagedPrefill,
     PlanKey,
@@ -50,20 +50,14 @@ FA3_MIN_TOKENS = 256
 FA3_RAGGED_MIN_TOKENS = 128
 """Mean tokens from which FA3 is faster where every row starts at position 0: wiki/Attention.md."""
 
-HEAD_DIMS = (64, 128, 256)
-"""Head sizes that every kernel has; blocks are padded to the next."""
 
-
-def padded_head_dim(head_dim: int) -> int | None:
-    """Return the head size in the cache for a head of `head_dim`, None for too large a one."""
-    return next((size for size in HEAD_DIMS if size >= head_dim), None)
-
-
-class CudaAttention:
+class FlashInferAttention:
     """Attention kernels of one KV cache and one model's layers."""
 
-    def __init__(self, kv_cache: KVCache, layers: Sequence[LayerSpec]) -> None:
-        self._wrappers = load_wrappers()
+    def __init__(
+        self, kv_cache: KVCache, layers: Sequence[LayerSpec], wrappers: FlashInferWrappers
+    ) -> None:
+        self._wrappers = wrappers
         self._kv_cache = kv_cache
         self._layers = layers
         self._plan_keys = [PlanKey.from_layer(spec) for spec in layers]
@@ -172,7 +166,12 @@ class CudaAttention:
             )
         self._has_graphs = True
         build_kernels = partial(
-            GraphPrefillKernels, self._kv_cache, self._layers, self._graph_workspace, num_tokens
+            GraphPrefillKernels,
+            self._wrappers.paged,
+            self._kv_cache,
+            self._layers,
+            self._graph_workspace,
+            num_tokens,
         )
         return build_graph_attentions(build_kernels, self._decode, num_tokens, slots, kv_lens)
 

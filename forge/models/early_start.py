@@ -1,0 +1,67 @@
+"""Work of a start that needs no Python, done while the packages are imported.
+
+Owns two threads. Knows no checkpoint and no torch: both threads do what the start does later by
+itself, and the start is right without them.
+
+    main thread     import torch, transformers: seconds of Python
+    driver          libcuda.so.1: context of the first GPU         ─► torch finds it
+    disk            *.safetensors, in the order of their names     ─► the page cache has them
+
+Always true: an error ends a thread and nothing else. Files are read only if all of them fit into
+half of the free memory, or reading the last would evict the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+CHUNK_BYTES = 8 * 2**20
+
+
+def begin_early(folder: Path, *, uses_gpu: bool, reads_weights: bool) -> list[threading.Thread]:
+    """Start threads that create the GPU's context and read the folder's weights. Return them."""
+    threads = []
+    if uses_gpu:
+        threads.append(threading.Thread(target=create_context, name="forge-driver", daemon=True))
+    if reads_weights:
+        paths = sorted(folder.glob("*.safetensors"))
+        threads.append(
+            threading.Thread(target=read_files, args=(paths,), name="forge-disk", daemon=True)
+        )
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def create_context() -> None:
+    """Create the primary context of the first GPU, which torch uses too. Ignore errors."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return  # There is no driver.
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def read_files(paths: Sequence[Path]) -> int:
+    """Read the files once, so that the page cache has them. Return the number of bytes read.
+
+    Nothing is read where the files are too large for the free memory.
+    """
+    num_bytes = 0
+    with suppress(OSError, ValueError):
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if sum(path.stat().st_size for path in paths) > free_bytes // 2:
+            return 0
+        buffer = bytearray(CHUNK_BYTES)
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    num_bytes += count
+    return num_bytes

@@ -1,0 +1,81 @@
+"""Compiled kernels on disk, so that a start compiles only what no start before it has compiled.
+
+Owns the folder and the form of its files. Knows no compiler.
+
+    key: source, options, architecture, compiler      SHA-256 ──► name of the file
+    file                                              SHA-256 of the binary, then the binary
+
+Always true: a file that is not whole is never used, and a folder that cannot be written costs a
+compilation and nothing else. A file appears under its name only when all of it is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+FORM = b"forge binary 1"
+"""Part of every key. Another form of files has another number."""
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of compiled kernels: that of the user's caches, or None without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "forge" / "kernels"
+    except RuntimeError:
+        return None
+
+
+def load_or_build(folder: Path | None, key: Sequence[bytes], build: Callable[[], bytes]) -> bytes:
+    """Return the binary of this key from the folder, or build it and write it there.
+
+    key   everything that the binary depends on
+    """
+    if folder is None:
+        return build()
+    path = folder / _hash_key(key)
+    binary = _read_binary(path)
+    if binary is None:
+        binary = build()
+        with suppress(OSError):
+            _write_binary(path, binary)
+    return binary
+
+
+def _hash_key(key: Sequence[bytes]) -> str:
+    """Return the name of the key's file. Lengths separate the parts."""
+    digest = hashlib.sha256()
+    for part in (FORM, *key):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _read_binary(path: Path) -> bytes | None:
+    """Return the binary in the file, or None where there is none or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, binary = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return binary if binary and hashlib.sha256(binary).digest() == digest else None
+
+
+def _write_binary(path: Path, binary: bytes) -> None:
+    """Write the file under another name, then give it its own: readers see all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(hashlib.sha256(binary).digest() + binary)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,54 @@
+"""Work that a start begins early: reading weights, and no harm where there is nothing to do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+
+from forge.models.early_start import CHUNK_BYTES, begin_early, create_context, read_files
+
+
+def test_every_file_is_read_to_its_end(tmp_path: Path):
+    sizes = [0, 1, CHUNK_BYTES, CHUNK_BYTES + 3]
+    paths = [tmp_path / f"{size}.safetensors" for size in sizes]
+    for path, size in zip(paths, sizes, strict=True):
+        path.write_bytes(bytes(size))
+    assert read_files(paths) == sum(sizes)
+
+
+def test_nothing_is_read_where_the_files_exceed_half_of_the_free_memory(tmp_path: Path):
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    small, large = tmp_path / "a", tmp_path / "b"
+    small.write_bytes(b"weights")
+    with large.open("wb") as file:
+        file.truncate(2 * free_bytes)  # a hole, which takes no room
+    assert read_files([small, large]) == 0
+
+
+def test_a_file_that_is_gone_ends_the_reading_only(tmp_path: Path):
+    assert read_files([tmp_path / "gone"]) == 0
+
+
+def test_a_machine_without_a_driver_has_no_context(monkeypatch: pytest.MonkeyPatch):
+    def fail(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    create_context()
+
+
+@pytest.mark.parametrize(
+    ("uses_gpu", "reads_weights", "names"),
+    [(False, True, ["forge-disk"]), (False, False, [])],
+)
+def test_only_what_is_needed_is_begun(
+    uses_gpu: bool, reads_weights: bool, names: list[str], tmp_path: Path
+):
+    threads = begin_early(tmp_path, uses_gpu=uses_gpu, reads_weights=reads_weights)
+    assert [thread.name for thread in threads] == names
+    for thread in threads:
+        assert thread.daemon
+        thread.join(20)
