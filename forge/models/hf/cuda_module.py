@@ -13,7 +13,8 @@ Always true: a launch does not wait for the device, and a CUDA graph may contain
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ class CudaModule:
         self._device = with_index(device)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._functions = {}
-        with torch.cuda.device(self._device):
-            torch.empty(1, device=self._device)  # torch makes its context current
+        # torch's context, which is not current in a thread that only allocated.
+        self._context = check_result(driver.cuDevicePrimaryCtxRetain(self._device.index))
+        with self._current_context():
             module = check_result(driver.cuModuleLoadData(binary))
             for name, size in shared_bytes.items():
                 function = check_result(driver.cuModuleGetFunction(module, name.encode()))
@@ -76,8 +78,17 @@ class CudaModule:
         ]
         config.numAttrs = len(config.attrs)
         values, types = zip(*map(_kernel_argument, arguments), strict=True)
-        with torch.cuda.device(self._device):
+        with self._current_context():
             check_result(driver.cuLaunchKernelEx(config, self._functions[name], (values, types), 0))
+
+    @contextmanager
+    def _current_context(self) -> Iterator[None]:
+        """Make the device's context current in this thread, and afterwards the one before."""
+        check_result(driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            check_result(driver.cuCtxPopCurrent())
 
 
 @cache
