@@ -12,6 +12,7 @@ survives, 2 when no mutant's name has a word that was given.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -32,19 +33,33 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
 """A test that takes longer hangs. On the unchanged source nearly all take less than a second."""
 MAX_RUNNING = 3 * (os.cpu_count() or 1)
-"""Tests at a time: those that hang compute nothing."""
-LIBRARIES = ("pytest", "hypothesis", "pydantic", "starlette.applications", "uvicorn", "httpx")
+"""Tests at a time. Those of mutants that hang are not counted: they compute nothing."""
+LIBRARIES = (
+    "pytest",
+    "pdb",
+    "statistics",
+    "packaging.version",
+    "hypothesis",
+    "pydantic.main",
+    "starlette.applications",
+    "uvicorn",
+    "httpx",
+)
 """What most tests import and no mutant changes: imported once, before the forks."""
 
 
 class Mutant(NamedTuple):
-    """A bug: in `path`, `old` (which stands there once) becomes `new`; `test` must fail."""
+    """A bug: in `path`, `old` (which stands there once) becomes `new`; `test` must fail.
+
+    hangs   True where the test waits until a limit ends it, so that it starts first
+    """
 
     name: str
     path: str
     old: str
     new: str
     test: str
+    hangs: bool = False
 
 
 def read_mutants(path: str) -> list[Mutant]:
@@ -72,7 +87,8 @@ def copy_tree(target: Path) -> None:
     """What the tests need stands in `target`."""
     target.mkdir()
     for folder in ("forge", "sim", "tests", "bench"):
-        ignored = shutil.ignore_patterns("__pycache__", "results")
+        # What `make test` has compiled of forge need not be compiled again.
+        ignored = shutil.ignore_patterns("*-pytest-*.pyc", "results")
         # forge/sim and forge/bench are links; copied, they would be second packages.
         shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", target)
@@ -128,6 +144,15 @@ def plant_mutant(mutant: Mutant, unchanged: Path, tree: Path) -> str:
     return ""
 
 
+def order_mutants(chosen: list[Mutant]) -> list[Mutant]:
+    """Return the mutants in the order of their starts: those that hang, then the rest shuffled.
+
+    Neighbours take about the same time, and should not all run together.
+    """
+    shuffled = random.Random(0).sample(chosen, len(chosen))
+    return sorted(shuffled, key=lambda mutant: not mutant.hangs)
+
+
 def describe_status(status: int) -> str:
     """What the exit status of the tests says of a mutant."""
     if status == 1:
@@ -139,11 +164,10 @@ def run_mutants(
     chosen: list[Mutant], unchanged: Path, folder: Path
 ) -> Iterator[tuple[Mutant, str]]:
     """Whether each mutant was killed, or why not, as they end."""
-    # Shuffled: the mutants that make a test hang are neighbours, and would take all places at once.
-    pending = random.Random(0).sample(chosen, len(chosen))
+    pending = order_mutants(chosen)[::-1]
     running: dict[int, tuple[Mutant, Path, float]] = {}
     while pending or running:
-        while pending and len(running) < MAX_RUNNING:
+        while pending and sum(not each.hangs for each, *_ in running.values()) < MAX_RUNNING:
             mutant = pending.pop()
             tree = Path(tempfile.mkdtemp(dir=folder)) / "tree"
             if why := plant_mutant(mutant, unchanged, tree):
@@ -183,6 +207,7 @@ def main(words: list[str]) -> int:
         import_module(name)
     for plugin in entry_points(group="pytest11"):
         plugin.load()
+    gc.freeze()  # no collection of a fork looks at these objects, and none copies their pages
     killed, start = 0, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         unchanged = Path(folder) / "unchanged"

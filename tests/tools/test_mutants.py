@@ -6,7 +6,14 @@ import tomllib
 
 import pytest
 
-from tests.tools.mutants import ROOT, Mutant, choose_mutants, main, read_mutants
+from tests.tools.mutants import (
+    ROOT,
+    Mutant,
+    choose_mutants,
+    main,
+    order_mutants,
+    read_mutants,
+)
 
 MUTANTS = [Mutant(name, "", "", "", "") for name in ("leak a block", "leak a slot", "tie breaks")]
 
@@ -41,6 +48,13 @@ def test_a_word_of_no_name_runs_no_test(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["salt not hased"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "Close to it: salt not hashed" in printed.err
+
+
+def test_mutants_that_hang_start_first_and_none_is_left_out() -> None:
+    mutants = [Mutant(str(n), "", "", "", "", hangs=n % 5 == 4) for n in range(20)]
+    order = order_mutants(mutants)
+    assert [mutant.hangs for mutant in order] == [True] * 4 + [False] * 16
+    assert sorted(order) == sorted(mutants)
 
 
 @pytest.mark.parametrize("path", ["mutants.toml", "mutants_hf.toml"])
