@@ -27,6 +27,9 @@ CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
     uniform_steps) \
   engine/test_engine engine/test_llm sim/test_fast_forward sim/test_replay sim/test_session_expiry))
 
+# The files that have tests of a marker, unless ARGS names some: each worker collects no others.
+marked = $(if $(findstring tests/,$(ARGS)),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
+
 # Tests start many processes. Each would compile all that it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -47,10 +50,10 @@ test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not long and not soak and not torch" $(ARGS)
 
 test-long: $(VENV)/dev.stamp ## run the tests that take a second or more each
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(call marked,long) $(ARGS)
 
 test-long-rest: $(VENV)/dev.stamp ## run those of them that `make coverage` does not run
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(addprefix --ignore=,$(CORE_TESTS)) $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(filter-out $(CORE_TESTS),$(call marked,long)) $(ARGS)
 
 test-all: test test-long ## run both
 
@@ -103,7 +106,7 @@ test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of 
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
 test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the CPU; installs torch
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)
 
 model-classes: $(VENV)/torch.stamp ## run every causal class of transformers, tiny; writes docs/Model-classes.md
 	$(BIN)/python -m tests.hf.model_classes --write $(ARGS)
@@ -112,7 +115,7 @@ test-gpu: $(VENV)/gpu.stamp ## run the tests that need an NVIDIA GPU; installs t
 	$(BIN)/python -m pytest -m "gpu and not soak" $(ARGS)
 
 test-oldest: $(VENV)/oldest.stamp ## run the same with the oldest torch and transformers; installs CUDA's torch
-	$(VENV)/oldest/bin/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(ARGS)
+	$(VENV)/oldest/bin/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)
 
 resolve: $(VENV)/dev.stamp ## ask pip what each extra resolves to, and compare it with the tested ranges
 	$(BIN)/python tests/tools/resolve_extras.py $(ARGS)
@@ -166,6 +169,8 @@ $(VENV)/oldest.stamp: pyproject.toml constraints/oldest.txt | $(VENV)/made.stamp
 	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints/oldest.txt \
 	  --editable '.[dev,hf]' apache-tvm-ffi==0.1.10 click einops ninja nvidia-ml-py requests tabulate
 	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps flashinfer-python==0.6.14
+	@# Compiles what these import, once. Otherwise each worker of the tests would.
+	$(VENV)/oldest/bin/python -c "import forge.models.hf"
 	@touch $@
 
 $(VENV)/gpu.stamp: pyproject.toml | $(VENV)/made.stamp
