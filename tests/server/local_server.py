@@ -66,6 +66,13 @@ class ManualClockLoop(asyncio.SelectorEventLoop):
     def _resume(self) -> None:
         self._offset_s -= super().time()
         self._is_manual = False
+        self._skip(turns=10)
+
+    def _skip(self, turns: int) -> None:
+        """Advance the clock in some turns: a shutdown sleeps 0.1 s twice though none waits."""
+        if turns:
+            self.advance(0.05)
+            self.call_soon(self._skip, turns - 1)
 
 
 class GatedModel(HashModel):
