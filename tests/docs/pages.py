@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from functools import cache
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import NamedTuple
@@ -549,9 +550,10 @@ def find_dead_links(path: Path) -> list[str]:
     return dead
 
 
-def names_of_tests() -> set[str]:
+@cache
+def names_of_tests() -> frozenset[str]:
     """Return the names of all test functions and test files."""
     files = [*(ROOT / "tests").rglob("test_*.py")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     functions = [name for text in texts for name in re.findall(r"def (test_\w+)", text)]
-    return {*functions, *(file.stem for file in files)}
+    return frozenset([*functions, *(file.stem for file in files)])

@@ -48,13 +48,16 @@ def fork_server() -> Iterator[ForkServer]:
         yield running
 
 
-SERVER_PAGES = {ROOT / "docs" / f"{name}.md" for name in ("Clients", "Command-line", "Server")}
-"""Pages that start many servers."""
+LONG_PAGES = {
+    *(ROOT / "docs" / f"{name}.md" for name in ("Clients", "Command-line", "Server", "Simulator")),
+    ROOT / "wiki" / "Exploration.md",
+}
+"""Pages that start many servers or search many states."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.long] * (page in SERVER_PAGES)) for page in PAGES],
+    [pytest.param(page, marks=[pytest.mark.long] * (page in LONG_PAGES)) for page in PAGES],
     ids=page_id,
 )
 def test_everything_a_page_shows_happens(page: Path, fork_server: ForkServer) -> None:
