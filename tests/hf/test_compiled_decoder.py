@@ -268,6 +268,7 @@ def test_a_layer_that_is_not_one_graph_is_refused() -> None:
     assert "\n" not in message
 
 
+@pytest.mark.long
 def test_a_layer_with_a_graph_for_each_number_of_tokens_is_refused() -> None:
     assert "needs a graph for each number of tokens" in refusal(qwen3_with(SizeDependentMLP()))
 

@@ -50,6 +50,8 @@ BATCHING_VARIANTS = {
     "preempted": BatchingVariant(1, 18, 4, 64, preempts=True),
     "preempted, planned ahead, small chunks": BatchingVariant(2, 18, 5, 9, preempts=True),
 }
+QUICK_VARIANTS = ("together", "preempted, planned ahead, small chunks")
+"""The others have a part of what these two have together."""
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +148,13 @@ def reference(family: str) -> list[list[int]]:
     return [generate_greedy(module, prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("way", BATCHING_VARIANTS.values(), ids=BATCHING_VARIANTS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.long] * (name not in QUICK_VARIANTS), id=name)
+        for name, way in BATCHING_VARIANTS.items()
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate_however_they_are_batched(
     family: str, way: BatchingVariant
@@ -160,7 +168,7 @@ def test_greedy_tokens_are_those_of_generate_however_they_are_batched(
         assert any(row.refs for plan in outcome.plans for row in plan.rows)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prefix_hit_changes_no_token(family: str, depth: int) -> None:
     engine = engine_for(family, BatchingVariant(depth, 128, 4, 64))
