@@ -213,7 +213,7 @@ def compile_kernels(variant: Variant, library: Path) -> None:
     subprocess.run(
         [
             str(COMPILER),
-            *"-std=c++17 -O1 -ffp-contract=off -U_FORTIFY_SOURCE -shared -fPIC -w".split(),
+            *"-std=c++17 -Og -ffp-contract=off -U_FORTIFY_SOURCE -shared -fPIC -w".split(),
             *(f"-D{name}={value}" for name, value in macros.items()),
             *("-include", str(HERE / "cuda_emulator.h"), "-include", str(SOURCE)),
             *(str(HERE / "sample_kernel_entry.cpp"), "-o", str(library)),

@@ -65,7 +65,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Kerne
     return build
 
 
-@pytest.fixture(params=VARIANTS, ids=lambda variant: f"{variant.cluster} CTAs {variant.logit_type}")
+@pytest.fixture(
+    params=[*VARIANTS[:2], pytest.param(VARIANTS[2], marks=pytest.mark.long)],
+    ids=lambda variant: f"{variant.cluster} CTAs {variant.logit_type}",
+)
 def kernels(request: pytest.FixtureRequest, build: Callable[[Variant], Kernels]) -> Kernels:
     return build(request.param)
 
