@@ -102,6 +102,7 @@ def test_the_wheel_alone_runs(forge_wheel: Path, tmp_path: Path) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, f"forge {VERSION}\n", "")
 
 
+@pytest.mark.long
 def test_a_wheel_that_is_built_from_the_source_distribution_is_the_same(
     forge_wheel: Path, tmp_path: Path
 ) -> None:

@@ -260,6 +260,7 @@ def profile_shape(name: str) -> Scenario:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_coding_profile_has_the_figures_of_the_public_trace() -> None:
     scenario = profile_shape("coding")
     shape = scenario.create_session_shape()

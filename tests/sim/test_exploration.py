@@ -91,7 +91,7 @@ NUM_STATES = {
 }
 """World, depth -> its states under FCFS. A change of the scheduler's decisions changes them."""
 
-QUICK = (("pair", 1), ("forks", 1), ("exempt", 1), ("exempt", 2))
+QUICK = (("pair", 1), ("exempt", 1), ("exempt", 2))
 
 
 def marks(name: str, depth: int) -> pytest.MarkDecorator:
@@ -413,8 +413,8 @@ def walk(
 @pytest.mark.parametrize(
     "name",
     [
-        *("pair", "forks", "resize"),
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("priorities", "structure")),
+        *("pair", "resize"),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("forks", "priorities", "structure")),
     ],
 )
 def test_states_that_are_merged_have_equal_futures(name: str) -> None:
@@ -569,6 +569,7 @@ def test_a_path_leads_to_its_state() -> None:
         assert search.graph.indices[canonical.digest(state.scheduler)] == index
 
 
+@pytest.mark.long
 def test_a_search_that_is_continued_from_a_file_finds_the_same(tmp_path: Path) -> None:
     world, path = find_world("exempt", 2), str(tmp_path / "checkpoint")
     whole = Search(world, FCFS)
@@ -586,6 +587,7 @@ def test_a_search_that_is_continued_from_a_file_finds_the_same(tmp_path: Path) -
     assert continued.graph.path_to(last) == whole.graph.path_to(last)
 
 
+@pytest.mark.long
 def test_of_a_large_frontier_some_states_are_drained_and_all_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

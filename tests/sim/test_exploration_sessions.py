@@ -172,7 +172,7 @@ def admit_while_none_is_paused(
 PATIENT = FCFS._replace(admit=admit_while_none_is_paused)
 
 
-@pytest.mark.parametrize("max_states", [100, 20_000])
+@pytest.mark.parametrize("max_states", [100, pytest.param(20_000, marks=pytest.mark.long)])
 def test_requests_that_wait_for_paused_sessions_end_since_these_expire(max_states: int) -> None:
     """Nothing fails, and sessions expire where the policy lets all wait, not elsewhere."""
     world = find_world("crowded", 1)
@@ -358,9 +358,14 @@ def met_twice(
     ("name", "num_walks", "policy"),
     [
         *(("sessions", 6, "fcfs"), ("recognised", 6, "fcfs"), ("crowded", 20, "fcfs")),
-        *(("agents", 10, each) for each in SESSION_POLICIES),
-        *(("sessions", 6, "working-set"), ("recognised", 6, "working-set")),
-        *(("mixed", 6, "fcfs"), ("mixed", 6, "working-set")),
+        *(("agents", 10, "working-set"), ("mixed", 6, "working-set")),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                *(("sessions", 6, "working-set"), ("recognised", 6, "working-set")),
+                *(("agents", 10, "fcfs"), ("agents", 10, "session-fcfs"), ("mixed", 6, "fcfs")),
+            )
+        ),
         *(
             pytest.param(name, num_walks, policy, marks=mark)
             for num_walks, mark in ((30, pytest.mark.long), (300, pytest.mark.soak))

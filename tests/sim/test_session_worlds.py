@@ -105,6 +105,7 @@ def compare(seeds: range, *, audits: bool) -> tuple[float, float, int]:
     return ours, theirs, most
 
 
+@pytest.mark.long
 def test_sessions_take_no_longer_than_first_come_first_served() -> None:
     """On the whole, over worlds that fit in the cache and worlds that do not."""
     ours, theirs, most = compare(range(11), audits=True)
