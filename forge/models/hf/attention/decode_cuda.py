@@ -57,8 +57,8 @@ class DecodeConfig(NamedTuple):
         return self.num_warps * self.num_stages * (tile_bytes + 8) + 4 * (3 * max_rows + 32)
 
 
-DECODE_CONFIG = DecodeConfig(16, 8, 3, 1, 2)
-"""Config of every step. Three tiles of 8 KB for each of eight warps fill shared memory."""
+DECODE_CONFIG = DecodeConfig(16, 8, 2, 1, 2)
+"""Config of every step, measured on an H200: wiki/Attention.md, "Steps of many rows"."""
 
 
 def has_kernel(kv_cache: KVCache, spec: LayerSpec) -> bool:
