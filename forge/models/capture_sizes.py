@@ -16,7 +16,7 @@ VERIFY_CAPTURE_SIZES = tuple(
 """Tokens of captured steps of a target whose rows have drafts.
 
 Finer than MIXED_CAPTURE_SIZES, because every verification is such a step: 64 rows of 5 tokens,
-padded to 512, would take half as long again. Steps of up to 4 tokens use the small-batch GEMMs.
+padded to 512, would take half as long again. Steps of up to 16 tokens have GEMMs of their own.
 """
 
 MAX_MIXED_ROWS = 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from forge.models.hf.loading.model_loader import (  # noqa: E402
     CUDA_DEFAULTS,
     open_model,
     refuse_dynamic_rope,
+    run_concurrently,
     select_decoder,
 )
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
@@ -289,3 +291,13 @@ def test_a_folder_is_served_from_a_gpu_and_its_memory_given_back(checkpoint: Pat
         torch.cuda.empty_cache()
     # Libraries keep some memory, no model's: the KV cache alone would be twice as much.
     assert torch.cuda.memory_allocated() - before < 2**28 + 2**26
+
+
+def test_a_thread_that_compiles_is_started_before_its_first_call() -> None:
+    started: set[int] = set()
+
+    def check() -> None:
+        assert threading.get_ident() in started
+
+    run_concurrently([check] * 20, start_thread=lambda: started.add(threading.get_ident()))
+    assert started

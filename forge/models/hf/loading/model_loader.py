@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +179,9 @@ def compile_kernels(
                 *kernel_compilations(vocab_size, device, dtype),
                 *fused.warmup_calls(kv_cache),
                 *capturable.warmup_calls(fused.first_rope),
-            ]
+            ],
+            # A thread that waits for the device has its context, without which cuBLAS warns.
+            start_thread=partial(torch.cuda.synchronize, device),
         )
 
 
@@ -240,8 +243,13 @@ def assemble_model(
     )
 
 
-def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
-    """Make every call, on several threads: most of their time is compilation."""
+def run_concurrently(
+    calls: Sequence[Callable[[], object]], start_thread: Callable[[], object] = lambda: None
+) -> None:
+    """Make every call, on several threads: most of their time is compilation.
+
+    start_thread   called first in each thread
+    """
 
     def made(call: Callable[[], object]) -> None:
         with torch.inference_mode():
@@ -249,7 +257,7 @@ def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
 
     with (
         show_progress("compiling kernels", len(calls)) as advance,
-        ThreadPoolExecutor(NUM_COMPILE_THREADS) as executor,
+        ThreadPoolExecutor(NUM_COMPILE_THREADS, initializer=start_thread) as executor,
     ):
         for _ in executor.map(made, calls):
             advance(1)
