@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,7 +205,8 @@ def test_the_process_sees_no_gpu_and_takes_half_of_the_processors(
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["FLASHINFER_CUDA_ARCH_LIST"] == "9.0"
     assert 1 <= int(environment["MAX_JOBS"]) * 2 <= max(2, len(os.sched_getaffinity(0)) // 2)
-    assert build_command([FA3])[2].strip().startswith("import os, sys\nos.nice(19)")
+    script = build_command([FA3])[3]
+    assert script.index("os.nice(19)") < script.index("from forge")
 
 
 def test_every_module_is_built_by_itself(library: Library, monkeypatch: pytest.MonkeyPatch):
@@ -253,3 +257,48 @@ def test_the_end_of_a_server_ends_the_compilation_and_its_children(
             os.killpg(group, 0)
             time.sleep(0.01)
     assert caplog.records == []
+
+
+@pytest.fixture
+def compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """The background process in a compilation that does not end.
+
+    As in an engine's process, SIGTERM is ignored. The working directory has a file with the name of
+    a module.
+    """
+    began, folder = tmp_path / "began", tmp_path / "packages/forge/models/hf/attention"
+    folder.mkdir(parents=True)
+    for package in (folder, *folder.parents[:3]):
+        (package / "__init__.py").touch()
+    (folder / "flashinfer_compiler.py").write_text(
+        "import pathlib, time\n"
+        "def compile_modules(words):\n"
+        f"    pathlib.Path({str(began)!r}).touch()\n"
+        "    time.sleep(60)\n"
+    )
+    (tmp_path / "signal.py").write_text("raise SystemExit('from the working directory')\n")
+    monkeypatch.chdir(tmp_path)
+    environment = {"PYTHONPATH": str(tmp_path / "packages")}
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with run_in_background(build_command([FA3]), environment) as process:
+            while not began.exists() and process.poll() is None:
+                time.sleep(0.01)
+            yield process
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_the_end_of_an_engine_that_ignores_sigterm_terminates_the_compilation(
+    compilation: subprocess.Popen[str],
+):
+    """SIGKILL would end ninja and leave its compilers."""
+    assert compilation.poll() is None  # The fixture has the rest.
+
+
+def test_the_death_of_the_parent_terminates_the_compilation(compilation: subprocess.Popen[str]):
+    """A killed process closes its end of the pipe, and does nothing else."""
+    assert compilation.stdin is not None
+    compilation.stdin.close()
+    assert compilation.wait(20) == -signal.SIGTERM

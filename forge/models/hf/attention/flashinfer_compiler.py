@@ -3,10 +3,11 @@
 Owns the process that compiles and its one line in the log. The kernels of this run stay what they
 are: graphs hold them, and outputs of one run come from the same kernels.
 
-    serving process                            python -c ... fa3,bfloat16,128,0,0 fa2,...
+    serving process                            python -P -c ... fa3,bfloat16,128,0,0 fa2,...
       compile_in_background() ──Popen──►         lowest priority, half of the CPUs, no GPU visible
       thread waits, logs the end     ◄──         a ninja for each module, all at the same time
       end of the context: terminate
+      end of the process, even killed  ──►       stdin ends: it terminates itself and its ninjas
 
 Each module has a ninja of its own, in the module's folder: FlashInfer runs ninja there before it
 loads the module, and ninja reads its log there. Another log would mean another compilation.
@@ -37,12 +38,23 @@ STOP_TIMEOUT_S = 5.0
 """Seconds that the end of a server waits for a terminated compilation."""
 
 SCRIPT = """
-import os, sys
+import os, signal, sys, threading
 os.nice({priority})
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+def end_with_parent():
+    os.read(0, 1)
+    os.killpg(0, signal.SIGTERM)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
 from forge.models.hf.attention.flashinfer_compiler import compile_modules
 compile_modules(sys.argv[1:])
 """
-"""Program of the process. It takes its priority before it imports anything large."""
+"""Program of the process, whose stdin is a pipe that its parent never writes to.
+
+Priority, signals and the watch of stdin come before any large import. An engine's process ignores
+SIGTERM, and a child inherits that. ninja passes SIGTERM on to its compilers, but dies of SIGKILL.
+"""
 
 
 def compile_in_background(
@@ -64,14 +76,14 @@ def run_in_background(
     """Run a command in a session of its own until the context ends, and log how it ended.
 
     A command that has not ended by then is terminated, with all its processes, and nothing is
-    logged.
+    logged. Its stdin ends when this process ends.
     """
     process = subprocess.Popen(
         command,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         text=True,
         errors="replace",
         start_new_session=True,
@@ -85,16 +97,19 @@ def run_in_background(
         yield process
     finally:
         is_closing.set()
-        with suppress(ProcessLookupError):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # its session: ninja and nvcc too
+        _signal_session(process, signal.SIGTERM)
         thread.join(STOP_TIMEOUT_S)
+        _signal_session(process, signal.SIGKILL)
+        thread.join(STOP_TIMEOUT_S)
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def build_command(modules: Sequence[PrefillModule]) -> list[str]:
     """Return the command that compiles the modules."""
     script = SCRIPT.format(priority=LOWEST_PRIORITY)
-    return [sys.executable, "-c", script, *(module.to_word() for module in modules)]
+    # -P: no module of the working directory takes the place of a package.
+    return [sys.executable, "-P", "-c", script, *(module.to_word() for module in modules)]
 
 
 def build_environment(architectures: str, num_modules: int) -> dict[str, str]:
@@ -106,7 +121,7 @@ def build_environment(architectures: str, num_modules: int) -> dict[str, str]:
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         # The same packages, wherever this process found them.
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
 
 
@@ -118,10 +133,20 @@ def compile_modules(words: Sequence[str]) -> None:
             pass
 
 
+def _signal_session(process: subprocess.Popen[str], signal_number: int) -> None:
+    """Send a signal to the process and its children, ninja and nvcc, if it has not ended."""
+    with suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal_number)
+
+
 def _log_end(process: subprocess.Popen[str], is_closing: threading.Event) -> None:
     """Wait for the process and log its end, unless its context ended it."""
     started_s = time.monotonic()
-    output, _ = process.communicate()
+    assert process.stdout is not None
+    with process.stdout:
+        output = process.stdout.read()  # `communicate` would close stdin
+    process.wait()
     elapsed_s = time.monotonic() - started_s
     if is_closing.is_set():
         return
