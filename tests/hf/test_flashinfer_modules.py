@@ -21,6 +21,7 @@ from forge.models.hf.attention import flashinfer_modules  # noqa: E402
 from forge.models.hf.attention.flashinfer_compiler import (  # noqa: E402
     build_command,
     build_environment,
+    compile_in_background,
     compile_modules,
     run_in_background,
 )
@@ -273,7 +274,10 @@ def compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sub
     (folder / "flashinfer_compiler.py").write_text(
         "import pathlib, time\n"
         "def compile_modules(words):\n"
-        f"    pathlib.Path({str(began)!r}).touch()\n"
+        "    oom_score = pathlib.Path('/proc/self/oom_score_adj').read_text()\n"
+        f"    began = pathlib.Path({str(began)!r})\n"
+        "    began.with_suffix('.new').write_text(oom_score)\n"
+        "    began.with_suffix('.new').rename(began)\n"
         "    time.sleep(60)\n"
     )
     (tmp_path / "signal.py").write_text("raise SystemExit('from the working directory')\n")
@@ -284,6 +288,8 @@ def compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sub
         with run_in_background(build_command([FA3]), environment) as process:
             while not began.exists() and process.poll() is None:
                 time.sleep(0.01)
+            # The kernel ends the process with the highest score first: not the server.
+            assert int(began.read_text()) == 1000
             yield process
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -302,3 +308,12 @@ def test_the_death_of_the_parent_terminates_the_compilation(compilation: subproc
     assert compilation.stdin is not None
     compilation.stdin.close()
     assert compilation.wait(20) == -signal.SIGTERM
+
+
+def test_a_process_that_cannot_be_started_does_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    with compile_in_background([FA3], "9.0"):
+        pass
+    assert "WARNING" in caplog.text and "are not compiled: [Errno 2]" in caplog.text

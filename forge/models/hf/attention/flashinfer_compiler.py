@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from forge.models.hf.attention.flashinfer_modules import PrefillModule
 
@@ -38,9 +38,11 @@ STOP_TIMEOUT_S = 5.0
 """Seconds that the end of a server waits for a terminated compilation."""
 
 SCRIPT = """
-import os, signal, sys, threading
+import contextlib, os, signal, sys, threading
 os.nice({priority})
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    file.write("1000")
 
 def end_with_parent():
     os.read(0, 1)
@@ -54,19 +56,25 @@ compile_modules(sys.argv[1:])
 
 Priority, signals and the watch of stdin come before any large import. An engine's process ignores
 SIGTERM, and a child inherits that. ninja passes SIGTERM on to its compilers, but dies of SIGKILL.
+Where memory ends, the kernel ends a compiler first, and not the server.
 """
 
 
-def compile_in_background(
-    modules: Sequence[PrefillModule], architectures: str
-) -> AbstractContextManager[object]:
-    """Return a context in which the modules are compiled in another process.
+@contextmanager
+def compile_in_background(modules: Sequence[PrefillModule], architectures: str) -> Iterator[None]:
+    """Compile the modules in another process until the context ends.
 
+    A process that cannot be started is a warning in the log.
     architectures   of all GPUs that FlashInfer sees in this process, such as "9.0": its folder is
                     named after them
     """
     environment = build_environment(architectures, len(modules))
-    return run_in_background(build_command(modules), environment)
+    with ExitStack() as exit_stack:
+        try:
+            exit_stack.enter_context(run_in_background(build_command(modules), environment))
+        except OSError as error:
+            LOG.warning("FlashInfer's prefill kernels are not compiled: %s", error)
+        yield
 
 
 @contextmanager
