@@ -26,6 +26,7 @@ from forge.models.hf.attention.flashinfer_compiler import (  # noqa: E402
     run_in_background,
 )
 from forge.models.hf.attention.flashinfer_modules import (  # noqa: E402
+    Obstacle,
     PrefillModule,
     find_nvcc,
     find_obstacle,
@@ -100,9 +101,15 @@ class Library:
         ):
             monkeypatch.setattr(flashinfer_modules, name, value)
         self.aot: set[str] = set()
+        self.broken: set[str] = set()
 
     def describe(self, backend: str, *rest: Any, **flags: bool) -> Any:
+        def build_and_load() -> None:
+            if backend in self.broken:
+                raise ImportError("libcudart.so.12: cannot open shared object file")
+
         return SimpleNamespace(
+            build_and_load=build_and_load,
             is_aot=backend in self.aot,
             is_compiled=True,
             write_ninja=lambda: None,
@@ -124,7 +131,8 @@ def test_modules_serve_where_ninja_has_nothing_to_do(library: Library):
 def test_one_stale_module_is_enough_for_triton(library: Library):
     """FlashInfer would compile it in the first step that needs it."""
     library.ready.write_text("fa3")
-    assert find_obstacle([FA3, FA2], CUDA) == "not compiled: fa2 for heads of 128"
+    obstacle = find_obstacle([FA3, FA2], CUDA)
+    assert obstacle == ("not compiled: fa2 for heads of 128", (FA2,))
 
 
 def test_modules_of_the_aot_package_need_no_ninja(library: Library):
@@ -134,7 +142,8 @@ def test_modules_of_the_aot_package_need_no_ninja(library: Library):
 
 def test_other_gpus_have_no_fa3(library: Library):
     library.capability = (8, 6)
-    assert find_obstacle([FA3], CUDA) == "FA3 runs on compute capability 9.x, this GPU has 8.6"
+    obstacle = find_obstacle([FA3], CUDA)
+    assert obstacle == ("FA3 runs on compute capability 9.x, this GPU has 8.6", ())
 
 
 def test_an_error_of_the_library_is_an_obstacle_and_no_failure(
@@ -144,7 +153,30 @@ def test_an_error_of_the_library_is_an_obstacle_and_no_failure(
         raise TypeError("unexpected argument")
 
     monkeypatch.setattr(flashinfer_modules, "describe_prefill_module", fail)
-    assert "cannot be used: unexpected argument" in (find_obstacle([FA3], CUDA) or "")
+    # No compilation: the next start would find the same error.
+    assert find_obstacle([FA3], CUDA) == ("it cannot be used: unexpected argument", ())
+
+
+def test_a_module_that_does_not_load_is_an_obstacle(library: Library):
+    """It was compiled with another CUDA, say; or its lock cannot be written."""
+    library.aot, library.broken = {"fa2", "fa3"}, {"fa2"}
+    expected = ("it cannot be used: libcudart.so.12: cannot open shared object file", ())
+    assert find_obstacle([FA3, FA2], CUDA) == expected
+
+
+def test_a_user_without_a_home_is_an_obstacle(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(flashinfer_modules, "is_installed", lambda: True)
+    monkeypatch.setattr(flashinfer_modules, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.delenv("FLASHINFER_WORKSPACE_BASE", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    expected = ("it cannot be used: Could not determine home directory.", ())
+    assert find_obstacle([FA3], CUDA) == expected
 
 
 def test_nvcc_is_that_of_cuda_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -162,25 +194,24 @@ def test_a_cpu_has_no_choice_and_no_log_line(caplog: pytest.LogCaptureFixture):
     assert caplog.records == []
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, obstacle: str, nvcc: str | None) -> Any:
+NOT_COMPILED = Obstacle("not compiled: fa2", (FA2,))
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, obstacle: Obstacle, nvcc: str | None) -> Any:
     from forge.models.hf.loading import kernel_selection
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for name, value in (
-        ("find_obstacle", lambda modules, device: obstacle),
-        ("is_installed", lambda: True),
-        ("find_nvcc", lambda: nvcc),
-    ):
-        monkeypatch.setattr(kernel_selection, name, value)
-    monkeypatch.setattr(kernel_selection.shutil, "which", lambda name: "/bin/ninja")
+    monkeypatch.setattr(kernel_selection, "find_obstacle", lambda modules, device: obstacle)
+    monkeypatch.setattr(flashinfer_modules, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(flashinfer_modules.shutil, "which", lambda name: "/bin/ninja")
     return select_prefill([FULL], CACHE, CUDA)
 
 
 def test_what_is_missing_is_compiled_where_nvcc_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    chosen = choose(monkeypatch, "not compiled: fa2", "/cuda/bin/nvcc")
-    assert chosen.wrappers is None and chosen.to_compile == (FA3, FA2)
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    chosen = choose(monkeypatch, NOT_COMPILED, "/cuda/bin/nvcc")
+    assert chosen.wrappers is None and chosen.to_compile == (FA2,)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "Triton's kernel" in record.getMessage() and "next start" in record.getMessage()
@@ -189,8 +220,26 @@ def test_what_is_missing_is_compiled_where_nvcc_is(
 def test_without_nvcc_nothing_is_compiled_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    assert choose(monkeypatch, "not compiled: fa2", None).to_compile == ()
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    assert choose(monkeypatch, NOT_COMPILED, None).to_compile == ()
     assert "there is no nvcc" in caplog.text
+
+
+def test_nothing_is_compiled_where_flashinfer_may_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert choose(monkeypatch, NOT_COMPILED, "/cuda/bin/nvcc").to_compile == ()
+    assert "no permission (FLASHINFER_DISABLE_JIT) to compile them" in caplog.text
+
+
+def test_nothing_is_compiled_where_that_removes_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Another version of FlashInfer would be compiled at every start, and never used."""
+    obstacle = Obstacle("it cannot be used: flashinfer 0.7.0 is not the one that forge calls")
+    assert choose(monkeypatch, obstacle, "/cuda/bin/nvcc").to_compile == ()
+    assert "next start" not in caplog.text
 
 
 # The process in the background.

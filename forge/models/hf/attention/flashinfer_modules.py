@@ -3,12 +3,13 @@
 Owns the list of modules and the search for them. Compiles nothing: `nvcc` needs one to two minutes
 for a model's modules, and a start must not wait for that.
 
-    layers ──► required_modules ──► find_obstacle ──► None        FlashInfer serves
-                                          └── why not: text ──► Triton serves,
-                                                                flashinfer_compiler.py compiles
+    layers ──► required_modules ──► find_obstacle ──► None       FlashInfer serves
+                                          └── Obstacle ──► Triton serves,
+                                                           flashinfer_compiler.py compiles
 
 FlashInfer calls ninja before it loads a module, which compiles again where a source is newer. So
-"compiled" means that ninja has nothing to do, or that the module is part of the AOT package.
+"compiled" means that ninja has nothing to do, or that the module is part of the AOT package. Such
+modules are loaded, as FlashInfer does later: with another CUDA or without its lock file that fails.
 Always true: without a compiled module on the machine, flashinfer is not imported: that takes
 seconds.
 """
@@ -77,6 +78,17 @@ class PrefillModule(NamedTuple):
         return cls(backend, dtype, int(head_dim), has_window == "1", has_softcap == "1")
 
 
+class Obstacle(NamedTuple):
+    """Reason why FlashInfer cannot serve, and what removes it.
+
+    reason    text for the log
+    missing   modules whose compilation removes the obstacle; () where none does
+    """
+
+    reason: str
+    missing: tuple[PrefillModule, ...] = ()
+
+
 def required_modules(layers: Sequence[LayerSpec], spec: KVCacheSpec) -> list[PrefillModule]:
     """Return the modules that a model's layers need. FA3 has neither windows nor soft caps."""
     modules = []
@@ -95,25 +107,27 @@ def is_installed() -> bool:
     return find_spec("flashinfer") is not None
 
 
-def find_obstacle(modules: Sequence[PrefillModule], device: torch.device) -> str | None:
+def find_obstacle(modules: Sequence[PrefillModule], device: torch.device) -> Obstacle | None:
     """Return why FlashInfer cannot serve from compiled modules, or None where it can."""
     if not is_installed():
-        return "flashinfer is not installed"
+        return Obstacle("flashinfer is not installed")
     major, minor = torch.cuda.get_device_capability(device)
     if major != HOPPER:
-        return f"FA3 runs on compute capability 9.x, this GPU has {major}.{minor}"
-    if not may_have_modules():
-        return "its modules are not compiled on this machine"
+        return Obstacle(f"FA3 runs on compute capability 9.x, this GPU has {major}.{minor}")
+    # Any error of a library that is not needed: another version, a read-only folder, no home, a
+    # broken installation.
     try:
+        if not may_have_modules():
+            return Obstacle("its modules are not compiled on this machine", tuple(modules))
         load_wrappers()
-        missing = [module for module in modules if not _is_compiled(module.describe())]
-    # Any error of a library that is not needed: another version, a read-only folder, a broken
-    # installation.
+        missing = tuple(module for module in modules if not _is_compiled(module.describe()))
+        if missing:
+            names = ", ".join(f"{each.backend} for heads of {each.head_dim}" for each in missing)
+            return Obstacle(f"not compiled: {names}", missing)
+        for module in modules:
+            module.describe().build_and_load()
     except Exception as error:
-        return f"it cannot be used: {one_line(error)}"
-    if missing:
-        names = ", ".join(f"{module.backend} for heads of {module.head_dim}" for module in missing)
-        return f"not compiled: {names}"
+        return Obstacle(f"it cannot be used: {one_line(error)}")
     return None
 
 
@@ -131,6 +145,15 @@ def may_have_modules() -> bool:
         return False
     pattern = "cached_ops/batch_prefill*/batch_prefill*.so"
     return any(folder.glob(f"*/{pattern}"))
+
+
+def missing_tools() -> list[str]:
+    """Return what keeps this machine from a compilation of modules, as words of a sentence."""
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return ["permission (FLASHINFER_DISABLE_JIT)"]
+    return [
+        name for name, path in (("nvcc", find_nvcc()), ("ninja", shutil.which("ninja"))) if not path
+    ]
 
 
 def find_nvcc() -> str | None:

@@ -12,7 +12,6 @@ of one run come from the same kernels.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
@@ -23,12 +22,11 @@ from forge.errors import InvalidConfig
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers, load_wrappers
 from forge.models.hf.attention.flashinfer_compiler import compile_in_background
 from forge.models.hf.attention.flashinfer_modules import (
-    HOPPER,
     PrefillModule,
-    find_nvcc,
     find_obstacle,
     is_installed,
     may_have_modules,
+    missing_tools,
     required_modules,
 )
 from forge.models.hf.attention.interface import Attention, CapturableAttention, LayerSpec
@@ -91,19 +89,17 @@ def select_prefill(
     if obstacle is None:
         log.info("prefill attention: FlashInfer's kernels, which are compiled on this machine")
         return PrefillKernels(load_wrappers(), ())
-    is_hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
-    missing_tools = [
-        name for name, path in (("nvcc", find_nvcc()), ("ninja", shutil.which("ninja"))) if not path
-    ]
     to_compile: tuple[PrefillModule, ...] = ()
-    if not is_installed() or not is_hopper:
-        end = ""
-    elif missing_tools:
-        end = f"; there is no {' and no '.join(missing_tools)} to compile them"
-    else:
-        end = "; they are compiled in the background for the next start"
-        to_compile = tuple(modules)
-    log.info("prefill attention: Triton's kernel instead of FlashInfer's: %s%s", obstacle, end)
+    end = ""
+    if obstacle.missing:
+        if tools := missing_tools():
+            end = f"; there is no {' and no '.join(tools)} to compile them"
+        else:
+            end = "; they are compiled in the background for the next start"
+            to_compile = obstacle.missing
+    log.info(
+        "prefill attention: Triton's kernel instead of FlashInfer's: %s%s", obstacle.reason, end
+    )
     return PrefillKernels(None, to_compile)
 
 
