@@ -1,14 +1,15 @@
 """Work of a start that needs no Python, done while the packages are imported.
 
-Owns two threads. Knows no checkpoint and no torch: both threads do what the start does later by
-itself, and the start is right without them.
+Owns two threads. Reads no checkpoint and imports no torch: both threads do what the start does
+later by itself, and the start is right without them.
 
     main thread     import torch, transformers: seconds of Python
     driver          libcuda.so.1: context of the first GPU         ─► torch finds it
-    disk            *.safetensors, in the order of their names     ─► the page cache has them
+    disk            model*.safetensors, by name                    ─► the page cache has them
 
 Always true: an error ends a thread and nothing else. Files are read only if all of them fit into
-half of the free memory, or reading the last would evict the first.
+half of the free memory, or reading the last would evict the first. A torch without CUDA uses no
+GPU, so a context would hold memory of one for nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 CHUNK_BYTES = 8 * 2**20
@@ -26,16 +28,24 @@ CHUNK_BYTES = 8 * 2**20
 def begin_early(folder: Path, *, uses_gpu: bool, reads_weights: bool) -> list[threading.Thread]:
     """Start threads that create the GPU's context and read the folder's weights. Return them."""
     threads = []
-    if uses_gpu:
+    if uses_gpu and torch_has_cuda():
         threads.append(threading.Thread(target=create_context, name="forge-driver", daemon=True))
     if reads_weights:
-        paths = sorted(folder.glob("*.safetensors"))
+        # Some folders have the weights twice, as consolidated.safetensors too.
+        paths = sorted(folder.glob("model*.safetensors"))
         threads.append(
             threading.Thread(target=read_files, args=(paths,), name="forge-disk", daemon=True)
         )
     for thread in threads:
         thread.start()
     return threads
+
+
+def torch_has_cuda() -> bool:
+    """Return whether the installed torch is a build with CUDA. It is not imported."""
+    spec = find_spec("torch")
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    return any(Path(folder, "lib", "libtorch_cuda.so").exists() for folder in folders)
 
 
 def create_context() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from forge.models import early_start
 from forge.models.early_start import CHUNK_BYTES, begin_early, create_context, read_files
 
 
@@ -52,3 +54,34 @@ def test_only_what_is_needed_is_begun(
     for thread in threads:
         assert thread.daemon
         thread.join(20)
+
+
+def test_weights_that_a_folder_has_twice_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("consolidated", "model-00001-of-00002", "model-00002-of-00002"):
+        (tmp_path / f"{name}.safetensors").touch()
+    found: list[str] = []
+    monkeypatch.setattr(
+        early_start, "read_files", lambda paths: found.extend(p.stem for p in paths)
+    )
+    (thread,) = begin_early(tmp_path, uses_gpu=False, reads_weights=True)
+    thread.join(20)
+    assert found == ["model-00001-of-00002", "model-00002-of-00002"]
+
+
+@pytest.mark.parametrize(
+    ("library", "names"), [("torch_cpu", []), ("torch_cuda", ["forge-driver"])]
+)
+def test_a_torch_without_cuda_takes_no_memory_of_a_gpu(
+    library: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "torch"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "lib" / f"lib{library}.so").touch()
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(early_start, "create_context", lambda: None)
+    threads = begin_early(tmp_path, uses_gpu=True, reads_weights=False)
+    assert [thread.name for thread in threads] == names
