@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     register_attention,
 )
 from forge.models.hf.kv_cache import KVCacheSpec  # noqa: E402
+from forge.models.hf.loading.kernel_selection import refuse_small_gpu  # noqa: E402
 from forge.models.hf.loading.memory import num_device_blocks, num_host_blocks  # noqa: E402
 from forge.models.hf.loading.model_loader import (  # noqa: E402
     CPU_DEFAULTS,
@@ -301,3 +304,32 @@ def test_a_thread_that_compiles_is_started_before_its_first_call() -> None:
 
     run_concurrently([check] * 20, start_thread=lambda: started.add(threading.get_ident()))
     assert started
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kib", "dtype", "is_refused"),
+    [
+        ((9, 0), 227, torch.bfloat16, False),
+        ((10, 0), 227, torch.float16, False),
+        ((8, 0), 163, torch.bfloat16, True),
+        ((12, 0), 99, torch.bfloat16, True),
+        ((8, 0), 163, torch.float32, False),
+    ],
+)
+def test_a_gpu_that_cannot_run_the_kernels_is_refused(
+    capability: tuple[int, int],
+    shared_kib: int,
+    dtype: Any,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Triton's compiler would end the start later, with pages of PTX. float32 has no kernels."""
+    properties = SimpleNamespace(
+        major=capability[0],
+        minor=capability[1],
+        shared_memory_per_block_optin=shared_kib * 1024,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    context = pytest.raises(InvalidConfig, match=r"need 9\.0 and 227 KiB")
+    with context if is_refused else nullcontext():
+        refuse_small_gpu(torch.device("cuda"), dtype)

@@ -42,6 +42,12 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 """Head sizes that every kernel of a GPU has; blocks are padded to the next."""
 
+MIN_COMPUTE_CAPABILITY = (9, 0)
+"""Compute capability of the first GPUs with early launch, which every kernel uses."""
+
+MIN_SHARED_BYTES = 227 * 1024
+"""Shared memory of a block on Hopper. Tiles were chosen for it; small Blackwell GPUs have less."""
+
 MAX_GROUP_SIZE = 16
 """Most query heads of one key head that the decode kernel takes."""
 
@@ -63,6 +69,23 @@ NO_FLASHINFER = PrefillKernels(None, ())
 def has_gpu_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a device has kernels for a dtype: an NVIDIA GPU, in half precision."""
     return device.type == "cuda" and dtype in HALF_DTYPES
+
+
+def refuse_small_gpu(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise InvalidConfig where the GPU cannot run the kernels of a dtype."""
+    if not has_gpu_kernels(device, dtype):
+        return
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    shared_bytes = properties.shared_memory_per_block_optin
+    if capability < MIN_COMPUTE_CAPABILITY or shared_bytes < MIN_SHARED_BYTES:
+        raise InvalidConfig(
+            "device",
+            f"the GPU has compute capability {capability[0]}.{capability[1]} and "
+            f"{shared_bytes // 1024} KiB of shared memory a block, the kernels need 9.0 and "
+            f"{MIN_SHARED_BYTES // 1024} KiB",
+            "Give cpu, or the dtype float32",
+        )
 
 
 def import_kernel_libraries(device: torch.device, dtype: torch.dtype) -> None:

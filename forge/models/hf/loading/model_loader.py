@@ -62,6 +62,7 @@ from forge.models.hf.loading.gc_control import freeze_gc, pause_gc
 from forge.models.hf.loading.kernel_selection import (
     compile_missing_modules,
     import_kernel_libraries,
+    refuse_small_gpu,
     select_attention,
     select_kv_cache_spec,
     select_ops,
@@ -286,6 +287,7 @@ def resolve_model_spec(
     checkpoint = open_checkpoint(
         name, dtype=options.dtype, device=device, load_format=options.load_format
     )
+    refuse_small_gpu(device, checkpoint.dtype)
     tokenizer = HFTokenizer.from_folder(checkpoint.folder, checkpoint.end_ids)
     max_model_len = checkpoint.resolve_max_model_len(overrides.get("max_model_len"))
     refuse_dynamic_rope(checkpoint.config, max_model_len)
