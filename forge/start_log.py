@@ -7,7 +7,7 @@ stops the clock of the outer one, so every second belongs to one phase.
             │             │             └── inner phase         │
             └── time outside of all phases is "other" ──────────┘
 
-    INFO forge.start: model ready in 21.4 s: imports 9.8, weights 3.1, kernels 4.0, ..., other 0.3
+    INFO forge.start: model ready in 7.0 s: process 0.2, imports 5.5, ..., graphs 0.5, other 0.2
 
 Always true: the phases, "other" included, add up to the time since the start began.
 """

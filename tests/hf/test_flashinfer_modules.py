@@ -197,12 +197,19 @@ def test_a_cpu_has_no_choice_and_no_log_line(caplog: pytest.LogCaptureFixture):
 NOT_COMPILED = Obstacle("not compiled: fa2", (FA2,))
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, obstacle: Obstacle, nvcc: str | None) -> Any:
+def choose(
+    monkeypatch: pytest.MonkeyPatch,
+    obstacle: Obstacle,
+    nvcc: str | None,
+    others: tuple[str, ...] = ("ninja", "c++"),
+) -> Any:
+    """Return the chosen kernels on a machine with these tools."""
     from forge.models.hf.loading import kernel_selection
 
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(kernel_selection, "find_obstacle", lambda modules, device: obstacle)
     monkeypatch.setattr(flashinfer_modules, "find_nvcc", lambda: nvcc)
-    monkeypatch.setattr(flashinfer_modules.shutil, "which", lambda name: "/bin/ninja")
+    monkeypatch.setattr(flashinfer_modules.shutil, "which", lambda name: name in others or None)
     return select_prefill([FULL], CACHE, CUDA)
 
 
@@ -223,6 +230,14 @@ def test_without_nvcc_nothing_is_compiled_and_the_log_says_so(
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
     assert choose(monkeypatch, NOT_COMPILED, None).to_compile == ()
     assert "there is no nvcc" in caplog.text
+
+
+def test_without_a_host_compiler_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    assert choose(monkeypatch, NOT_COMPILED, "/cuda/bin/nvcc", ("ninja",)).to_compile == ()
+    assert "there is no c++" in caplog.text
 
 
 def test_nothing_is_compiled_where_flashinfer_may_not(

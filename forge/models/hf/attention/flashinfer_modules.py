@@ -151,9 +151,9 @@ def missing_tools() -> list[str]:
     """Return what keeps this machine from a compilation of modules, as words of a sentence."""
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
         return ["permission (FLASHINFER_DISABLE_JIT)"]
-    return [
-        name for name, path in (("nvcc", find_nvcc()), ("ninja", shutil.which("ninja"))) if not path
-    ]
+    cxx = (os.environ.get("CXX") or "c++").split()[0]
+    paths = {"nvcc": find_nvcc(), **{name: shutil.which(name) for name in ("ninja", cxx)}}
+    return [name for name, path in paths.items() if not path]
 
 
 def find_nvcc() -> str | None:

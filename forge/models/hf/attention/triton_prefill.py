@@ -19,7 +19,7 @@ of a head size, and no sequence is split.
 
 Packed queries read each key once per group. A tile of them has few tokens, so little of a diagonal
 tile is wasted. Masks are applied in tiles that need one.
-Measurements: none yet, wiki/Attention.md, "Prompts without a plan".
+Measurements: wiki/Attention.md, "Prompts without a plan".
 Dao 2023 (FlashAttention-2), Shah et al. 2024 (overlap of softmax and GEMM), Kwon et al. 2023.
 """
 
@@ -99,7 +99,8 @@ H200_CONFIGS = (
 )
 """(limit, configs) of an H200 for heads of up to `limit` in the cache.
 
-Chosen from compiled code: wiki/Attention.md, "Prompts without a plan". Not yet measured.
+Chosen from compiled code, which wiki/Attention.md has in "Prompts without a plan"; other tiles were
+not measured.
 An H200 has 132 multiprocessors. With 64 keys a tile ptxas serializes the overlapped products.
 """
 
