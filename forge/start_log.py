@@ -22,8 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOG = logging.getLogger("forge.start")
-# Shown wherever the process has a log handler, whatever the root logger's level.
-LOG.setLevel(logging.INFO)
+# Shown wherever the process has a log handler, whatever the root logger's level. A level that the
+# program has set for this logger stays.
+if LOG.level == logging.NOTSET:
+    LOG.setLevel(logging.INFO)
 
 OTHER = "other"
 """Name of the time that no phase has."""

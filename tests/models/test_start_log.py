@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
 
 import pytest
 
+from forge import start_log as start_log_module
 from forge.start_log import StartLog, process_age_s
 
 
@@ -62,3 +64,14 @@ def test_the_age_of_this_process_grows():
         pytest.skip("the system does not say when a process started")
     second_s = process_age_s()
     assert second_s is not None and 0.0 < first_s <= second_s
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(logging.NOTSET, logging.INFO), (logging.ERROR, logging.ERROR)]
+)
+def test_a_level_that_the_program_has_set_stays(
+    before: int, after: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(start_log_module.LOG, "level", before)
+    importlib.reload(start_log_module)
+    assert start_log_module.LOG.level == after
