@@ -195,12 +195,8 @@ def select_attention(
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """Return the device's operations between attention calls."""
     if has_gpu_kernels(device, dtype):
-        from forge.models.hf.ops.skinny_gemm import MIN_CAPABILITY, SkinnyGemm
+        from forge.models.hf.ops.skinny_gemm import SkinnyGemm
         from forge.models.hf.ops.triton_ops import TritonOps
 
-        has_skinny_gemm = torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
-        return TritonOps(
-            pdl=True,
-            skinny_gemm=SkinnyGemm(dtype, device) if has_skinny_gemm else None,
-        )
+        return TritonOps(pdl=True, skinny_gemm=SkinnyGemm(dtype, device))
     return TorchOps()

@@ -34,9 +34,6 @@ MAX_ROWS_OF_SMALL_WEIGHT = 32
 
 SMALL_WEIGHT = 2**23
 
-MIN_CAPABILITY = (9, 0)
-"""Compute capability of the first devices with clusters and early launch."""
-
 STEP_COLUMNS = 32
 """Columns of a step; a multiple of them is needed."""
 
