@@ -71,6 +71,21 @@ def test_a_folder_that_cannot_be_made_costs_a_compilation_and_nothing_else(tmp_p
     assert load_or_build(None, KEY, compiler) == b"cubin"
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, mode: int):
+    load_or_build(tmp_path, KEY, Compiler(b"of someone"))
+    tmp_path.chmod(mode)
+    assert load_or_build(tmp_path, KEY, Compiler()) == b"cubin"
+    tmp_path.chmod(0o755)
+    assert load_or_build(tmp_path, KEY, Compiler()) == b"of someone"
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    load_or_build(tmp_path, KEY, Compiler(b"of someone"))
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    assert load_or_build(tmp_path, KEY, Compiler()) == b"cubin"
+
+
 def test_a_failed_build_leaves_nothing(tmp_path: Path):
     def fail() -> bytes:
         raise RuntimeError("does not compile")

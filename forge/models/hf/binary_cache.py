@@ -5,14 +5,16 @@ Owns the folder and the form of its files. Knows no compiler.
     key: source, options, architecture, compiler      SHA-256 ──► name of the file
     file                                              SHA-256 of the binary, then the binary
 
-Always true: a file that is not whole is never used, and a folder that cannot be written costs a
-compilation and nothing else. A file appears under its name only when all of it is written.
+Always true: a file that is not whole is never used, and no file of a folder that another user can
+write to: its code would run in this process. A folder that cannot be used costs a compilation and
+nothing else. A file appears under its name only when all of it is written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,7 +40,7 @@ def load_or_build(folder: Path | None, key: Sequence[bytes], build: Callable[[],
 
     key   everything that the binary depends on
     """
-    if folder is None:
+    if folder is None or not _has_private_folder(folder):
         return build()
     path = folder / _hash_key(key)
     binary = _read_binary(path)
@@ -47,6 +49,16 @@ def load_or_build(folder: Path | None, key: Sequence[bytes], build: Callable[[],
         with suppress(OSError):
             _write_binary(path, binary)
     return binary
+
+
+def _has_private_folder(folder: Path) -> bool:
+    """Create the folder where there is none. Return whether only this user can write to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _hash_key(key: Sequence[bytes]) -> str:
@@ -70,7 +82,6 @@ def _read_binary(path: Path) -> bytes | None:
 
 def _write_binary(path: Path, binary: bytes) -> None:
     """Write the file under another name, then give it its own: readers see all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
             file.write(hashlib.sha256(binary).digest() + binary)
