@@ -56,7 +56,6 @@ class CudaModule:
         shared_bytes: int,
         arguments: Sequence[Tensor | int | float | None],
         *,
-        cluster: tuple[int, int] = (1, 1),
         pdl: bool = False,
     ) -> None:
         """Launch a kernel on torch's current stream.
@@ -64,7 +63,6 @@ class CudaModule:
         grid        CTAs in x and y
         arguments   a tensor is passed as its address, None as a null pointer, int as long long,
                     float as float
-        cluster     CTAs of a cluster in x and y; both divide the grid
         pdl         launch while the kernel before still runs (programmatic dependent launch)
         """
         config = driver.CUlaunchConfig()
@@ -72,10 +70,7 @@ class CudaModule:
         config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream(self._device).cuda_stream
-        config.attrs = [
-            *([_cluster_attribute(cluster)] if cluster != (1, 1) else ()),
-            *([_pdl_attribute()] if pdl else ()),
-        ]
+        config.attrs = [_pdl_attribute()] if pdl else []
         config.numAttrs = len(config.attrs)
         values, types = zip(*map(_kernel_argument, arguments), strict=True)
         with self._current_context():
@@ -96,15 +91,6 @@ def _pdl_attribute() -> driver.CUlaunchAttribute:
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
-
-
-@cache
-def _cluster_attribute(cluster: tuple[int, int]) -> driver.CUlaunchAttribute:
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    size = attribute.value.clusterDim
-    size.x, size.y, size.z = *cluster, 1
     return attribute
 
 
