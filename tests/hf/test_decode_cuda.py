@@ -151,6 +151,25 @@ def test_a_cache_without_a_kernel_is_not_accepted():
     assert not has_kernel(step.pool, step.spec)
 
 
+@pytest.mark.parametrize(
+    ("capability", "max_shared_bytes", "head_dims"),
+    [
+        ((8, 0), 163 * 1024, []),
+        ((8, 9), 99 * 1024, []),
+        ((9, 0), 227 * 1024, [64, 128]),
+        ((10, 0), 227 * 1024, [64, 128]),
+        ((12, 0), 99 * 1024, [64]),
+    ],
+)
+def test_a_device_runs_the_kernels_where_their_tiles_fit_into_its_shared_memory(
+    capability: tuple[int, int], max_shared_bytes: int, head_dims: list[int]
+):
+    pytest.importorskip("cuda.bindings")
+    from forge.models.hf.attention.decode_cuda import fits_device
+
+    assert [n for n in (64, 128) if fits_device(capability, max_shared_bytes, n)] == head_dims
+
+
 @pytest.mark.parametrize("group", [4, 16])
 def test_the_kernels_stay_in_registers(group: int, tmp_path: Path):
     """Compile for sm_90a, which needs no GPU: a layer of Qwen3, blocks of 64."""

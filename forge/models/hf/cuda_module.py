@@ -152,6 +152,13 @@ def with_index(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
+def max_shared_bytes(device: torch.device) -> int:
+    """Return the most dynamic shared memory that a CTA may have on the device, in bytes."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    size: int = check_result(driver.cuDeviceGetAttribute(attribute, with_index(device).index))
+    return size
+
+
 def check_result(result: tuple[Any, ...]) -> Any:
     """Return what a call of the driver or of NVRTC returned: nothing, a value or several.
 

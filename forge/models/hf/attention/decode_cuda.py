@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forge.models.hf.attention.interface import LayerSpec, QKNormRope
-from forge.models.hf.cuda_module import CudaModule, compile_source
+from forge.models.hf.cuda_module import CudaModule, compile_source, max_shared_bytes
 from forge.models.hf.kv_cache import KVCache
 
 SOURCE = Path(__file__).with_name("decode.cu")
@@ -69,13 +69,26 @@ def has_kernel(kv_cache: KVCache, spec: LayerSpec) -> bool:
     device = kv_cache.data.device
     return (
         device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
         and kv_cache.spec.dtype in TYPE_MACROS
         and kv_cache.spec.head_dim == spec.head_dim
         and spec.head_dim in (64, 128)
         and spec.num_heads <= 16 * spec.num_kv_heads
         and kv_cache.block_size % DECODE_CONFIG.tile_size == 0
+        and fits_device(
+            torch.cuda.get_device_capability(device), max_shared_bytes(device), spec.head_dim
+        )
     )
+
+
+def fits_device(capability: tuple[int, int], max_shared_bytes: int, head_dim: int) -> bool:
+    """Return whether a device can run the kernels for heads of this size.
+
+    capability         compute capability
+    max_shared_bytes   most shared memory of a CTA. Consumer GPUs above Hopper have 99 KiB, too
+                       little for heads of 128
+    """
+    needed_bytes = DECODE_CONFIG.shared_bytes(head_dim, MAX_ROWS)
+    return capability >= MIN_COMPUTE_CAPABILITY and needed_bytes <= max_shared_bytes
 
 
 class CudaDecodeAttention:

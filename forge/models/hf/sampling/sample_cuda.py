@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
-from forge.models.hf.cuda_module import CudaModule, check_result, compile_source, with_index
+from forge.models.hf.cuda_module import CudaModule, compile_source, max_shared_bytes, with_index
 from forge.models.hf.sampling.filters import Cuts
 from forge.models.hf.sampling.row_adjustments import RowAdjustments
 
@@ -65,9 +64,7 @@ class _RowLayout(NamedTuple):
         """Return a cluster where the device has them and a part of the row fits, or one CTA."""
         cluster = cls(8, 512, _round_up(-(-vocab_size // 8), 8))
         has_clusters = torch.cuda.get_device_capability(device) >= (9, 0)
-        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        max_shared_bytes = check_result(driver.cuDeviceGetAttribute(attribute, device.index))
-        if has_clusters and cluster.shared_bytes <= max_shared_bytes:
+        if has_clusters and cluster.shared_bytes <= max_shared_bytes(device):
             return cluster
         return cls(1, 1024, _round_up(vocab_size, 8))
 
