@@ -384,6 +384,22 @@ def test_heads_that_share_keys_among_more_than_a_tile_are_refused():
         kernel.DecodeAttention(pool, [LayerSpec(17, 1, 64, 0.125)], pdl=False)
 
 
+def test_warmup_calls_have_a_layer_of_every_window():
+    kernel = pytest.importorskip("forge.models.hf.attention.triton_decode")
+    cpu, full = torch.device("cpu"), LayerSpec(4, 2, 64, 0.125)
+    pool = KVCache(
+        KVCacheSpec(4, 2, 64, torch.float32),
+        num_blocks=1, block_size=4, num_slots=1, max_model_len=4, device=cpu,
+    )  # fmt: skip
+    layers = [full, full._replace(window=8), full, full._replace(window=9)]
+    attention = kernel.DecodeAttention(pool, layers, pdl=False)
+    rope = QKNormRope(torch.ones(4, 64), torch.zeros(4, 64), None, None, 0.0)
+    calls = [(call.func.__name__, call.args[0]) for call in attention.warmup_calls(rope)]
+    for name in ("attend_qkv", "attend"):
+        called = {layers[layer_index] for each, layer_index in calls if each == name}
+        assert called == set(layers), name
+
+
 needs_compiler = pytest.mark.skipif(
     "TRITON_INTERPRET" in os.environ, reason="triton interprets in this process"
 )

@@ -457,8 +457,16 @@ class DecodeAttention:
         return out
 
     def warmup_calls(self, rope: QKNormRope) -> Iterator[Callable[[], object]]:
-        """Yield calls that together compile every config. They write to the scratch block."""
-        kv_cache, spec = self._kv_cache, self._layers[0]
+        """Yield calls that together compile every variant. They write to the scratch block."""
+        variants = {(spec.window, spec.softcap): index for index, spec in enumerate(self._layers)}
+        for layer_index in variants.values():
+            yield from self._layer_warmup_calls(layer_index, rope)
+
+    def _layer_warmup_calls(
+        self, layer_index: int, rope: QKNormRope
+    ) -> Iterator[Callable[[], object]]:
+        """Yield calls that together compile every config of one layer."""
+        kv_cache, spec = self._kv_cache, self._layers[layer_index]
         cuda_kernel = self._cuda_kernel_for(MIN_CUDA_ROWS, spec)
         fuses_qkv = cuda_kernel is not None and cuda_kernel.has_rope(rope)
         row_counts = [
@@ -475,11 +483,12 @@ class DecodeAttention:
             )
             kv_lens = torch.ones_like(slots).contiguous()
             slots = slots.contiguous()
+            rows = (slots, kv_lens)
             if not fuses_qkv or num_rows < MIN_CUDA_ROWS:
-                yield partial(self.attend_qkv, 0, q.flatten(1), rope, slots, kv_lens)
+                yield partial(self.attend_qkv, layer_index, q.flatten(1), rope, *rows)
             # One call compiles both kernels of decode.cu.
             if cuda_kernel is None or num_rows <= MIN_CUDA_ROWS:
-                yield partial(self.attend, 0, q[:, : spec.num_heads], slots, kv_lens)
+                yield partial(self.attend, layer_index, q[:, : spec.num_heads], *rows)
 
     def _cuda_kernel_for(self, num_rows: int, spec: LayerSpec) -> CudaDecodeAttention | None:
         """Return the kernels of decode.cu where they compute this step of this layer, else None."""
