@@ -5,9 +5,9 @@ Owns the folder and the form of its files. Knows no compiler.
     key: source, options, architecture, compiler      SHA-256 ──► name of the file
     file                                              SHA-256 of the binary, then the binary
 
-Always true: a file that is not whole is never used, and no file of a folder that another user can
-write to: its code would run in this process. A folder that cannot be used costs a compilation and
-nothing else. A file appears under its name only when all of it is written.
+Always true: a file that is not whole is never used, and no file of a folder that another user owns
+or that everyone can write to: its code would run in this process. A folder that cannot be used
+costs a compilation and nothing else. A file appears under its name only when all of it is written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_or_build(folder: Path | None, key: Sequence[bytes], build: Callable[[],
 
     key   everything that the binary depends on
     """
-    if folder is None or not _has_private_folder(folder):
+    if folder is None or not _is_usable(folder):
         return build()
     path = folder / _hash_key(key)
     binary = _read_binary(path)
@@ -51,14 +51,17 @@ def load_or_build(folder: Path | None, key: Sequence[bytes], build: Callable[[],
     return binary
 
 
-def _has_private_folder(folder: Path) -> bool:
-    """Create the folder where there is none. Return whether only this user can write to it."""
+def _is_usable(folder: Path) -> bool:
+    """Create the folder where there is none. Return whether no stranger can write to it.
+
+    A group may: Kubernetes gives the group of a pod access to its volumes (fsGroup).
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
     except OSError:
         return False
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
 
 
 def _hash_key(key: Sequence[bytes]) -> str:
