@@ -9,6 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cuda.bindings.nvrtc")
 
+from forge.models.hf.attention.interface import LayerSpec  # noqa: E402
+from forge.models.hf.decoders.fused_decoder import FusedDecoder, LayerWeights  # noqa: E402
+from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.models.hf.ops.skinny_gemm import (  # noqa: E402
     MAX_ROWS_OF_SMALL_WEIGHT,
@@ -31,6 +34,42 @@ def test_every_number_of_rows_has_a_build_that_fits_a_multiprocessor(k: int, n: 
         assert build.min_ctas * build.num_warps * 32 * registers <= 65536
         # The sums of all warps, in static shared memory.
         assert build.num_warps * 8 * build.row_tiles * 20 * 4 <= 48 * 1024
+
+
+class SmallRowOps(TorchOps):
+    """Operations in plain torch with the limit of a GPU that has the kernels."""
+
+    max_small_rows = 2
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "intermediate"), [(1024, 16, 3072), (2560, 32, 9728), (5120, 40, 17408)]
+)
+def test_warmup_calls_need_every_build_of_a_step(hidden: int, heads: int, intermediate: int):
+    def weight(*size: int) -> Any:
+        return torch.empty(size, device="meta")
+
+    norm, o = weight(hidden), weight(hidden, heads * 128)
+    qkv, gate_up = weight((heads + 16) * 128, hidden), weight(2 * intermediate, hidden)
+    down, head = weight(hidden, intermediate), weight(151936, hidden)
+    layer = LayerWeights(norm, qkv, None, None, None, o, None, norm, gate_up, down)
+    rope = (weight(64, 128), weight(64, 128))
+    spec = LayerSpec(heads, 8, 128, 1.0)
+    fused = FusedDecoder(SmallRowOps(), spec, 1e-6, head, rope, [layer], norm, head)
+    kv_cache = KVCache(
+        KVCacheSpec(1, 8, 128, torch.float32),
+        num_blocks=1, block_size=64, num_slots=1, max_model_len=64, device=norm.device,
+    )  # fmt: skip
+    operands = [
+        call.args[:2]
+        for call in fused.warmup_calls(kv_cache)
+        if call.func.__name__ in ("linear", "gate_up")
+    ]
+    assert all(x.shape[1] == w.shape[1] for x, w in operands)
+    compiled = {select_build(len(x), *w.T.shape, 132) for x, w in operands}
+    for w in (qkv, o, gate_up, down, head):
+        for rows in range(1, MAX_ROWS_OF_SMALL_WEIGHT + 1):
+            assert select_build(rows, *w.T.shape, 132) in compiled, (rows, w.shape)
 
 
 def draw(seed: int, *size: int) -> Any:
