@@ -52,9 +52,9 @@ def load_or_build(folder: Path | None, key: Sequence[bytes], build: Callable[[],
 
 
 def _is_usable(folder: Path) -> bool:
-    """Create the folder where there is none. Return whether no stranger can write to it.
+    """Create the folder where there is none. Return whether only this user and a group can write.
 
-    A group may: Kubernetes gives the group of a pod access to its volumes (fsGroup).
+    Kubernetes lets the group of a pod write to its volumes (fsGroup).
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
