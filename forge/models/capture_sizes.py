@@ -29,7 +29,7 @@ NO_CONTEXT_MAX_TOKENS = 128
 """Tokens of a captured step up to which FA3 takes longer rows only if all start at position 0."""
 
 SPLIT_DECODE_ABOVE_TOKENS = 64
-"""Tokens of a captured step above which rows of one token use the Triton decode kernel."""
+"""Tokens of a captured step above which rows of one token use the decode kernel."""
 
 
 def decode_capture_sizes(max_rows: int) -> list[int]:

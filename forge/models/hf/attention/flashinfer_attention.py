@@ -1,8 +1,8 @@
-"""FlashInferAttention: paged attention on an NVIDIA GPU, by a Triton kernel and FlashInfer's.
+"""FlashInferAttention: paged attention on an NVIDIA GPU, by the decode kernels and FlashInfer's.
 
 Owns the choice of kernel and the plans they need. Knows no weights and no sampling.
 
-    rows of one token     Triton   no plan: tables and lengths stay on the device, so that a CUDA
+    rows of one token     ours     no plan: tables and lengths stay on the device, so that a CUDA
                                    graph can hold it (triton_decode.py)
     longer rows           FA3      planned once a step on the host, before any layer runs
       all from position 0          reads the step's own keys, which are contiguous: no blocks
@@ -106,7 +106,7 @@ class FlashInferAttention:
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Run the Triton kernel for rows of one token, the planned kernel for the others."""
+        """Run the decode kernel for rows of one token, the planned kernel for the others."""
         num_decode_rows = len(self._slots)
         if not num_decode_rows:
             return self._attend_prefill(layer_index, queries, keys, values)

@@ -6,12 +6,12 @@ Owns the buffers that a graph reads and a plan fills. Knows no graph and no weig
         FA3                 all rows; any start if the graph has more than 128 tokens, else start 0
     SplitGraphAttention     a few longer rows, and rows of one token, in more than 64 tokens
         FA3                 d d d d | p p p p p p | f f      d is one row of the scratch block
-        Triton              d d d d | reads nothing
+        decode kernel       d d d d | reads nothing
     MixedGraphAttention     any rows
         FA2                 d d d d | p p p p p p | f f      f are padding tokens
 
 FA2 splits long rows only while it has free tiles, and each row of one token takes a tile. So it is
-slow for a long row among many of one token. The Triton kernel splits each row by its own length.
+slow for a long row among many of one token. The decode kernel splits each row by its own length.
 Measurements: wiki/Attention.md, "Longer rows"; bench/results/h200-recorded-qwen3-4b.json.
 
 Always true: a graph is replayed only if the plan's layout equals the captured one.
@@ -163,10 +163,10 @@ class PrefillGraphAttention(MixedGraphAttention):
 
 
 class SplitGraphAttention(MixedGraphAttention):
-    """Attention of a graph with a few longer rows in FA3, rows of one token in Triton.
+    """Attention of a graph with a few longer rows in FA3, rows of one token in the decode kernel.
 
-    FA3 sees the rows of one token as one row of the scratch block. The Triton kernel overwrites its
-    outputs. For the longer rows the Triton kernel has KV length 0: it reads and writes nothing.
+    FA3 sees the rows of one token as one row of the scratch block. The decode kernel overwrites its
+    outputs. For the longer rows the decode kernel has KV length 0: it reads and writes nothing.
 
     slots, kv_lens   [max rows] int32 on the device, at fixed addresses; slot and KV length of each
                      row of one token, 0 after them
@@ -193,7 +193,7 @@ class SplitGraphAttention(MixedGraphAttention):
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Run FA3 for all tokens, then the Triton kernel over the outputs of rows of one token."""
+        """Run FA3 for all tokens, then the decode kernel over the outputs of rows of one token."""
         out = super().attend(layer_index, queries, keys, values).contiguous()
         max_decode_rows = len(self._slots)
         self._decode_attention.attend_into(
