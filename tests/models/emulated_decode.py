@@ -8,17 +8,21 @@ The kernels' queries, keys and values of the new tokens are NaN until the kernel
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from array import array
 from collections.abc import Sequence
 from math import exp, frexp, isnan, ldexp, nan, sqrt
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tests.models.emulated_kernels import COMPILER, decode, encode
+from tests.models.emulated_kernels import (
+    HERE,
+    compile_emulated,
+    decode,
+    encode,
+    pointer_or_integer,
+)
 
-HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "forge/models/hf/attention/decode.cu"
 EPS = 0.1
 """Large, so that a norm without it shows."""
@@ -111,11 +115,11 @@ class Step:
         self.blocks = Cells(block_cells, variant.cell_type)
         self.q = self._cells(self.q_stride * rows)
         self.weights = [self._cells(dim) for _ in range(2)]
-        turns = [[rng.gauss(0.0, 1.0) for _ in range(dim // 2)] * 2 for _ in range(2)]
+        numbers = [[rng.gauss(0.0, 1.0) for _ in range(dim // 2)] * 2 for _ in range(2)]
         longest = max(case.lengths)
         self.cos, self.sin = (
             Cells([x + 0.01 * position for position in range(longest) for x in each], "F32")
-            for each in turns
+            for each in numbers
         )
 
     def _cells(self, count: int) -> Cells:
@@ -154,8 +158,8 @@ class Step:
                 )
                 query = heads[head]
                 if case.fused_qkv:
-                    query = self._turn(query, 0, length - 1)
-                    keys.append(self._turn(heads[self.num_heads + kv_head], 1, length - 1))
+                    query = self._rotate(query, 0, length - 1)
+                    keys.append(self._rotate(heads[self.num_heads + kv_head], 1, length - 1))
                     values.append(heads[self.num_heads + kv_heads + kv_head])
                     for kind, written in enumerate((keys[-1], values[-1])):
                         at = self.cell_index(row, kind * kv_heads + kv_head, length - 1)
@@ -164,7 +168,7 @@ class Step:
             outputs += [] if length else [[nan] * dim] * self.num_heads
         return outputs, writes
 
-    def _turn(self, head: list[float], kind: int, position: int) -> list[float]:
+    def _rotate(self, head: list[float], kind: int, position: int) -> list[float]:
         """Return a head after norm and rotation, rounded to the type after each step."""
         dim, cell_type = len(head), self.case.variant.cell_type
         if self.case.norms:
@@ -178,8 +182,8 @@ class Step:
         )
         half = dim // 2
         partner = [-x for x in head[half:]] + head[:half]
-        turned = [x * c + y * s for x, y, c, s in zip(head, partner, cos, sin, strict=True)]
-        return round_cells(turned, cell_type)
+        rotated = [x * c + y * s for x, y, c, s in zip(head, partner, cos, sin, strict=True)]
+        return round_cells(rotated, cell_type)
 
 
 def round_cells(values: Sequence[float], cell_type: str) -> list[float]:
@@ -250,13 +254,17 @@ class DecodeKernels:
         )
         error = self._run(
             *(seed, case.num_ctas, shared_bytes(variant, rows)),
-            *map(_argument, (late.address, source.address, source.num_bytes)),
+            *map(pointer_or_integer, (late.address, source.address, source.num_bytes)),
             *map(
-                _argument,
+                pointer_or_integer,
                 (q.address, step.q_stride, slots, lengths, rows, tables, step.table_stride),
             ),
-            *(_argument(blocks.address), ctypes.c_double(dim**-0.5), _argument(out.address)),
-            *map(_argument, (partials.address, counters, cos, step.sin.address, *weights)),
+            *(
+                pointer_or_integer(blocks.address),
+                ctypes.c_double(dim**-0.5),
+                pointer_or_integer(out.address),
+            ),
+            *map(pointer_or_integer, (partials.address, counters, cos, step.sin.address, *weights)),
             ctypes.c_double(EPS),
         )
         assert error is None, (error, case, seed)
@@ -267,12 +275,6 @@ class DecodeKernels:
             counters.tolist(),
             sum(not isnan(x) for x in partials.values()[::partial_cells]),
         )
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, array):
-        return ctypes.c_void_p(value.buffer_info()[0])
-    return ctypes.c_void_p(value)
 
 
 def shared_bytes(variant: Variant, num_rows: int) -> int:
@@ -288,15 +290,5 @@ def compile_kernels(variant: Variant, library: Path) -> None:
         f"TYPE_{variant.cell_type}": 1,
         "CTAS": 1,
     }
-    headers = (HERE / "cuda_emulator.h", HERE / "cuda_emulator_attention.h", SOURCE)
-    subprocess.run(
-        [
-            str(COMPILER),
-            *"-std=c++17 -O1 -ffp-contract=off -U_FORTIFY_SOURCE -shared -fPIC -w".split(),
-            *(f"-D{name}={value}" for name, value in macros.items()),
-            *(flag for header in headers for flag in ("-include", str(header))),
-            *(str(HERE / "decode_kernel_entry.cpp"), "-o", str(library)),
-        ],
-        check=True,
-        timeout=100,
-    )
+    header, entry = HERE / "cuda_emulator_attention.h", HERE / "decode_kernel_entry.cpp"
+    compile_emulated(library, macros, (header, SOURCE, entry))

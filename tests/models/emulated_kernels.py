@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, nan
 from pathlib import Path
 from random import Random
@@ -182,15 +182,7 @@ class Kernels:
         function = getattr(self._library, name)
         function.restype = ctypes.c_char_p
         seed = self._rng.getrandbits(31)
-        error = function(
-            seed,
-            *(
-                ctypes.c_void_p(each.buffer_info()[0])
-                if isinstance(each, array)
-                else ctypes.c_void_p(each)
-                for each in arguments
-            ),
-        )
+        error = function(seed, *map(pointer_or_integer, arguments))
         assert error is None, (name, self.variant, seed, error)
 
 
@@ -210,14 +202,28 @@ def compile_kernels(variant: Variant, library: Path) -> None:
         "SHARED_STATE_BYTES": SHARED_STATE_BYTES,
         f"LOGIT_{variant.logit_type}": 1,
     }
+    compile_emulated(library, macros, (SOURCE, HERE / "sample_kernel_entry.cpp"))
+
+
+def compile_emulated(library: Path, macros: Mapping[str, int], sources: Sequence[Path]) -> None:
+    """Compile sources with the emulator into a library.
+
+    sources   what follows cuda_emulator.h, in order; the last has the entry points
+    """
+    *headers, entry = (HERE / "cuda_emulator.h", *sources)
     subprocess.run(
         [
             str(COMPILER),
             *"-std=c++17 -Og -ffp-contract=off -U_FORTIFY_SOURCE -shared -fPIC -w".split(),
             *(f"-D{name}={value}" for name, value in macros.items()),
-            *("-include", str(HERE / "cuda_emulator.h"), "-include", str(SOURCE)),
-            *(str(HERE / "sample_kernel_entry.cpp"), "-o", str(library)),
+            *(flag for header in headers for flag in ("-include", str(header))),
+            *(str(entry), "-o", str(library)),
         ],
         check=True,
         timeout=100,
     )
+
+
+def pointer_or_integer(value: array[Any] | int | None) -> ctypes.c_void_p:
+    """Return an argument of an entry point: the address of an array, or the number itself."""
+    return ctypes.c_void_p(value.buffer_info()[0] if isinstance(value, array) else value)

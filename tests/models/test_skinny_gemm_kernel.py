@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -13,7 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.models.emulated_kernels import COMPILER, HERE, decode, encode
+from tests.models.emulated_kernels import (
+    COMPILER,
+    HERE,
+    compile_emulated,
+    decode,
+    encode,
+    pointer_or_integer,
+)
 
 SOURCE = HERE.parents[1] / "forge/models/hf/ops/skinny_gemm.cu"
 
@@ -67,19 +73,10 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], ctypes
             path = folder / f"{len(libraries)}.so"
             numbers = variant._asdict()
             dtype = numbers.pop("dtype")
-            macros = (f"-D{name.upper()}={value}" for name, value in numbers.items())
-            headers = (HERE / "cuda_emulator.h", HERE / "cuda_emulator_gemm.h", SOURCE)
-            subprocess.run(
-                [
-                    str(COMPILER),
-                    *"-std=c++17 -O1 -U_FORTIFY_SOURCE -shared -fPIC -w".split(),
-                    *(*macros, f"-DHALF_{dtype}", "-DMIN_CTAS=1"),
-                    *(part for header in headers for part in ("-include", str(header))),
-                    *(str(HERE / "gemm_kernel_entry.cpp"), "-o", str(path)),
-                ],
-                check=True,
-                timeout=100,
-            )
+            macros = {name.upper(): value for name, value in numbers.items()}
+            macros |= {f"HALF_{dtype}": 1, "MIN_CTAS": 1}
+            sources = (HERE / "cuda_emulator_gemm.h", SOURCE, HERE / "gemm_kernel_entry.cpp")
+            compile_emulated(path, macros, sources)
             libraries[variant] = ctypes.CDLL(str(path))
         return libraries[variant]
 
@@ -110,16 +107,7 @@ def product(x: array[Any], w: array[Any], k: int, dtype: str) -> list[list[float
 def launch(library: ctypes.CDLL, name: str, *arguments: array[Any] | int | None) -> None:
     function = getattr(library, name)
     function.restype = ctypes.c_char_p
-    error = function(
-        *(
-            ctypes.c_void_p(each.buffer_info()[0])
-            if isinstance(each, array)
-            else ctypes.c_longlong(each)
-            if each is not None
-            else None
-            for each in arguments
-        )
-    )
+    error = function(*map(pointer_or_integer, arguments))
     assert error is None, (name, error)
 
 
