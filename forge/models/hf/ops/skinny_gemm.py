@@ -66,18 +66,24 @@ class SkinnyBuild(NamedTuple):
         )
 
 
-def select_build(m: int, k: int, n: int, num_processors: int) -> SkinnyBuild:
+def select_build(m: int, k: int, n: int, num_sms: int) -> SkinnyBuild:
     """Return the build for m rows of x and a weight [n, k], for m up to 32.
 
     A CTA has 16 rows of w. Where that gives few CTAs, each has more warps and requests more ahead.
     The rule follows measurements on an H200.
+
+    num_sms   multiprocessors of the device
     """
     num_ctas = n // 16
-    is_narrow = num_ctas <= num_processors
+    is_narrow = num_ctas <= num_sms
     if m <= 8:
         num_warps = 16 if is_narrow else 8
-        steps = 8 if num_ctas <= 2 * num_processors and k > 4 * STEP_COLUMNS * num_warps else 4
-        return SkinnyBuild(1, num_warps, steps, steps, 1 if is_narrow else 3 if steps == 4 else 2)
+        steps = 8 if num_ctas <= 2 * num_sms and k > 4 * STEP_COLUMNS * num_warps else 4
+        if is_narrow:
+            min_ctas = 1
+        else:
+            min_ctas = 3 if steps == 4 else 2
+        return SkinnyBuild(1, num_warps, steps, steps, min_ctas)
     if m <= 16:
         return SkinnyBuild(2, 16, 4, 4, 1) if is_narrow else SkinnyBuild(2, 8, 4, 4, 2)
     return SkinnyBuild(4, 8, 8, 4, 1) if is_narrow else SkinnyBuild(4, 8, 4, 2, 2)
@@ -89,7 +95,7 @@ class SkinnyGemm:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._modules: dict[SkinnyBuild, CudaModule] = {}
 
     def takes(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> bool:
@@ -129,7 +135,7 @@ class SkinnyGemm:
         shape: tuple[int, int, int],
         arguments: tuple[Tensor | int | None, ...],
     ) -> None:
-        build = select_build(*shape, self._num_processors)
+        build = select_build(*shape, self._num_sms)
         if build not in self._modules:
             dtype_macros = ("HALF_F16",) if self._dtype == torch.float16 else ()
             binary = compile_source(SOURCE, (*build.macros, *dtype_macros), self._device)
