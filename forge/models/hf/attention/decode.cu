@@ -181,8 +181,8 @@ struct Place {
 };
 
 // A lane's part of a head after norm and rotation: K_CHUNKS chunks. Lanes 4 g + t for t = 0 to 3 have one head.
-__device__ __forceinline__ void load_turned(const Step& step, const u16* head, const u16* weight, int position,
-                                            u32 (&words)[4 * K_CHUNKS]) {
+__device__ __forceinline__ void load_rotated(const Step& step, const u16* head, const u16* weight, int position,
+                                             u32 (&words)[4 * K_CHUNKS]) {
   const int t = threadIdx.x & 3;
   float x[K_CHUNKS][CHUNK];
 #pragma unroll
@@ -214,7 +214,7 @@ __device__ __forceinline__ void load_turned(const Step& step, const u16* head, c
   for (int j = 0; j < K_CHUNKS / 2; j++)
 #pragma unroll
     for (int i = 0; i < CHUNK; i += 4) {
-      // Dimension d turns with d + HEAD_DIM / 2, which this lane has too.
+      // Dimension d rotates with d + HEAD_DIM / 2, which this lane has too.
       const int d = 4 * CHUNK * j + i;
       const Floats cos_low = *(const Floats*)(cos + d), cos_high = *(const Floats*)(cos + d + HEAD_DIM / 2);
       const Floats sin_low = *(const Floats*)(sin + d), sin_high = *(const Floats*)(sin + d + HEAD_DIM / 2);
@@ -411,7 +411,7 @@ __device__ __forceinline__ void add_new_token(const Step& step, const Place& pla
     *(Chunk*)(tile + TILE_CELLS + CHUNK * lane) = chunk;
   }
   u32 words[4 * K_CHUNKS];
-  load_turned(step, key, step.k_weight, position, words);
+  load_rotated(step, key, step.k_weight, position, words);
   if (lane < 4) {
 #pragma unroll
     for (int j = 0; j < K_CHUNKS; j++) {
@@ -433,7 +433,7 @@ __device__ __forceinline__ void load_queries(const Step& step, const Place& plac
     const int query = 8 * half + g;
     const u16* head = step.q + place.row * step.q_stride + (place.head * GROUP + min(query, GROUP - 1)) * HEAD_DIM;
     if (FUSED) {
-      load_turned(step, head, step.q_weight, step.kv_lens[place.row] - 1, q[half]);
+      load_rotated(step, head, step.q_weight, step.kv_lens[place.row] - 1, q[half]);
     } else {
 #pragma unroll
       for (int j = 0; j < K_CHUNKS; j++) {
@@ -468,6 +468,7 @@ __device__ __forceinline__ void finish(const Step& step, Output& output, const P
       __threadfence();
     }
     if (__shfl_sync(ALL_LANES, finished, 0) < end - begin) return;
+    __syncwarp();  // All lanes read the other parts after the fence of lane 0.
     if (!lane) step.counters[index] = 0;
     output.clear();
     for (int w = begin; w < end; w++)
