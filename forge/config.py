@@ -13,6 +13,7 @@ engine is built.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from forge.errors import InvalidConfig
@@ -29,6 +30,9 @@ MAX_GEOMETRY = {
 MAX_SESSIONS = 2**20
 MAX_SESSION_TTL_S = 86_400.0
 """A day: a session that pauses longer is computed again."""
+
+MAX_STEP_MS = 60_000.0
+"""A minute: longer than any step."""
 
 MAX_DRAFTS = 16
 """Most drafts of one sequence in one step."""
@@ -55,6 +59,29 @@ class StepCosts(NamedTuple):
     verify: tuple[tuple[int, float], ...] = ()
     scheduler: tuple[tuple[int, float], ...] = ()
     catch_up: tuple[tuple[int, float], ...] = ()
+
+
+class MixedStepCosts(NamedTuple):
+    """Integer times of steps that compute prompts, measured once: decisions can be repeated.
+
+    tokens        (tokens of a step, microseconds), ascending; linear between two points and in
+                  proportion above the last
+    position_ns   of each position before a decode row, which the row reads
+    pair_ps       of each query-key pair of a chunk and the positions before it
+    """
+
+    tokens: tuple[tuple[int, int], ...]
+    position_ns: int = 0
+    pair_ps: int = 0
+
+    @property
+    def is_valid(self) -> bool:
+        """True where tokens ascend from 1 or more, and no larger step takes less time."""
+        numbers = [self.position_ns, self.pair_ps, *(n for point in self.tokens for n in point)]
+        if not self.tokens or any(type(n) is not int or n < 0 for n in numbers):
+            return False
+        pairs = list(pairwise(((0, 1), *self.tokens)))
+        return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +144,8 @@ class EngineConfig:
     max_num_batched_tokens   most tokens computed in one step; at least `max_num_seqs`
     max_model_len            longest sequence, prompt and output, in tokens
     depth                    steps in flight, 1 or 2: 1 waits for each, 2 plans ahead of the device
+    max_step_ms              longest step of prompts and running sequences together, predicted from
+                             step times that are measured at the start
     enable_prefix_caching    computed blocks may be shared by later requests with the same prefix
     seed                     64-bit seed for requests that bring none
     end_ids                  end tokens of the checkpoint besides the model's `eos_token()`
@@ -125,6 +154,7 @@ class EngineConfig:
     session_ttl_s            seconds of a pause after which a session expires
     max_sessions             most open sessions of one tenant; beyond it the longest-paused one
                              closes. 0: there are no sessions
+    mixed_costs              by which `max_step_ms` is kept; None: steps are not bounded
     """
 
     num_blocks: int = 1024
@@ -140,6 +170,8 @@ class EngineConfig:
     speculation: Speculation | None = None
     session_ttl_s: float = 120.0
     max_sessions: int = 1024
+    max_step_ms: float | None = None
+    mixed_costs: MixedStepCosts | None = None
 
     def __post_init__(self) -> None:
         for name, max_value in MAX_GEOMETRY.items():
@@ -164,6 +196,21 @@ class EngineConfig:
                 "session_ttl_s",
                 f"{ttl_s!r} is not a number of seconds above 0, at most {MAX_SESSION_TTL_S:g}",
                 "Give 120, say",
+            )
+        max_ms = self.max_step_ms
+        if max_ms is not None and (
+            type(max_ms) not in (int, float) or not 0.001 <= max_ms <= MAX_STEP_MS
+        ):
+            raise InvalidConfig(
+                "max_step_ms",
+                f"{max_ms!r} is not a number of milliseconds from 0.001 to {MAX_STEP_MS:g}",
+                "Give 15, say, or leave it out",
+            )
+        if self.mixed_costs is not None and not self.mixed_costs.is_valid:
+            raise InvalidConfig(
+                "mixed_costs",
+                f"{str(self.mixed_costs)[:200]} has times that are no integers or that fall",
+                "Give ascending points of more than 0 tokens and microseconds",
             )
         if type(self.enable_prefix_caching) is not bool:
             raise InvalidConfig(

@@ -22,10 +22,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
-from forge.config import EngineConfig, Speculation, StepCosts
+from forge.config import EngineConfig, MixedStepCosts, Speculation, StepCosts
 from forge.errors import InvalidConfig
 from forge.request import (
     Delta,
@@ -39,6 +39,8 @@ from forge.seam import RowOutput, StepOutput, StepPlan, Verified
 from forge.sessions import SessionKey
 
 Entry = dict[str, Any]
+
+CostsT = TypeVar("CostsT", StepCosts, MixedStepCosts)
 
 _NUMERIC_FIELDS = ("seq_id", "epoch", "slot", "start", "keep", "num_samples")
 """Fields of a Row that are integers, in the order in which they are hashed."""
@@ -192,21 +194,38 @@ def parse_config(entry: Entry) -> EngineConfig:
     values = dict(entry["config"])
     values["end_ids"] = tuple(values["end_ids"])
     values.setdefault("max_sessions", 0)  # a recording from before there were sessions
+    mixed_costs = values.pop("mixed_costs", None)  # a recording from before steps were bounded
+    if mixed_costs is not None:
+        values["mixed_costs"] = _parse_costs(_parse_mixed_costs, mixed_costs)
     speculation = values.pop("speculation")
     if speculation is not None:
         speculation = dict(speculation)
         costs = speculation.pop("costs")
         if costs is not None:
-            try:
-                costs = StepCosts._make(map(_parse_points, costs))
-            except (TypeError, ValueError):
-                raise InvalidConfig(
-                    "recording",
-                    "its costs are written as another version has them",
-                    "Replay it with the version that recorded it",
-                ) from None
+            costs = _parse_costs(_parse_step_costs, costs)
         speculation = Speculation(**speculation, costs=costs)
     return EngineConfig(**values, speculation=speculation)
+
+
+def _parse_costs(parse: Callable[[Any], CostsT], costs: Any) -> CostsT:
+    """Return the parsed costs. Raises InvalidConfig for those of another version."""
+    try:
+        return parse(costs)
+    except (TypeError, ValueError):
+        raise InvalidConfig(
+            "recording",
+            "its costs are written as another version has them",
+            "Replay it with the version that recorded it",
+        ) from None
+
+
+def _parse_step_costs(costs: list[list[list[Any]]]) -> StepCosts:
+    return StepCosts._make(map(_parse_points, costs))
+
+
+def _parse_mixed_costs(costs: list[Any]) -> MixedStepCosts:
+    points, position_ns, pair_ps = costs
+    return MixedStepCosts(tuple((tokens, us) for tokens, us in points), position_ns, pair_ps)
 
 
 def _parse_points(pairs: list[list[Any]]) -> tuple[tuple[int, float], ...]:

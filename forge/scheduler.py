@@ -60,6 +60,7 @@ from forge.sequence import (
     no_stop_checker,
 )
 from forge.sessions import Session, SessionKey, SessionTable
+from forge.step_bound import PendingPrompt, max_prompt_tokens
 from forge.uniform_steps import FastForward, create_last_plan, num_uniform_steps, repeat_decodes
 
 MAX_PREEMPTIONS = 8
@@ -570,6 +571,7 @@ class Scheduler:
         if not prefilling:
             self._plan_decodes(rows, decodes, budget - len(decodes))
             return rows
+        budget = min(budget, self._bounded_budget(decodes, prefilling))
         split = self.policy_calls.split(budget, len(decodes), prefilling)
         num_spent = split.num_decodes + sum(split.chunks)
         self._plan_decodes(rows, decodes[: split.num_decodes], budget - num_spent)
@@ -581,6 +583,21 @@ class Scheduler:
                 if not sequence.num_pending:
                     del self._prefilling[sequence.id]
         return rows
+
+    def _bounded_budget(self, decodes: list[Sequence], prefilling: list[Sequence]) -> int:
+        """Return the most tokens of a plan that takes at most `max_step_ms`, if that is set.
+
+        A plan that delays no decode is not bounded. Prompts are taken in running order; a policy
+        may give the tokens to others, whose attention takes another time.
+        """
+        costs, max_step_ms = self.config.mixed_costs, self.config.max_step_ms
+        if costs is None or max_step_ms is None or len(prefilling) == len(self.running):
+            return self.config.max_num_batched_tokens
+        prompts = [PendingPrompt(s.table.num_tokens, s.num_pending) for s in prefilling]
+        num_positions = sum(s.table.num_tokens for s in decodes)
+        return len(decodes) + max_prompt_tokens(
+            costs, int(1000 * max_step_ms), prompts, len(decodes), num_positions
+        )
 
     def _plan_decodes(self, rows: list[Row], sequences: list[Sequence], draft_budget: int) -> None:
         """Append a row for each sequence: first the rows with drafts, then those of one token.

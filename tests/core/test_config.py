@@ -12,6 +12,7 @@ from forge.config import (
     MAX_GEOMETRY,
     DeviceOptions,
     EngineConfig,
+    MixedStepCosts,
     Speculation,
     StepCosts,
 )
@@ -154,3 +155,26 @@ def test_a_session_ends_after_a_positive_number_of_seconds(seconds: Any) -> None
 def test_the_bound_of_sessions_is_an_integer_from_0_on(count: Any) -> None:
     assert "max_sessions: " in str(refuse(max_sessions=count))
     assert EngineConfig(max_sessions=0).max_sessions == 0
+
+
+@pytest.mark.parametrize("ms", [0, 0.0009, -1, 60_001, float("nan"), float("inf"), "15", True])
+def test_a_bound_that_is_no_time_of_a_step_is_refused(ms: Any) -> None:
+    assert str(refuse(max_step_ms=ms)).startswith(f"max_step_ms: {ms!r} is not a number of milli")
+    assert EngineConfig(max_step_ms=15).max_step_ms == 15
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        MixedStepCosts(()),
+        MixedStepCosts(((0, 5),)),
+        MixedStepCosts(((1, 0),)),
+        MixedStepCosts(((2, 5), (2, 6))),
+        MixedStepCosts(((1, 6), (2, 5))),
+        MixedStepCosts(((1, 5.5),)),  # type: ignore[arg-type]
+        MixedStepCosts(((1, 5),), position_ns=-1),
+    ],
+)
+def test_a_table_without_ascending_integer_times_is_refused(costs: MixedStepCosts) -> None:
+    assert "mixed_costs: " in str(refuse(mixed_costs=costs))
+    assert EngineConfig(mixed_costs=MixedStepCosts(((1, 5), (2, 5)))).mixed_costs is not None

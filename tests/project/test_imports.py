@@ -37,7 +37,7 @@ ENGINE_AND_BELOW = {
         "tokenizer",
     ),
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
-    *("max_len", "policy_calls", "commit_gate", "plan_rows", "uniform_steps"),
+    *("max_len", "policy_calls", "commit_gate", "plan_rows", "step_bound", "uniform_steps"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -65,6 +65,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "max_len": {"config", "errors", "request", "sequence"},
     "policy_calls": {"errors", "policy", "sequence", "sessions"},
     "commit_gate": {"sequence"},
+    "step_bound": {"config"},
     "uniform_steps": {"blocks", "plan_rows", "prefix_cache", "request", "seam", "sequence"},
     "plan_rows": {"blocks", "drafting", "seam", "sequence"},
     "tokenizer": {"errors"},
@@ -179,7 +180,7 @@ CORE = (
         "sessions",
     ),
     *("proposers", "draft_length", "drafting", "max_len", "policy_calls", "commit_gate"),
-    *("plan_rows", "uniform_steps", "scheduler"),
+    *("plan_rows", "step_bound", "uniform_steps", "scheduler"),
 )
 AMBIENT_MODULES = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from zlib import crc32
@@ -11,7 +12,7 @@ from zlib import crc32
 import pytest
 
 from forge import LLM, __version__
-from forge.config import EngineConfig, Speculation, StepCosts
+from forge.config import EngineConfig, MixedStepCosts, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
@@ -274,6 +275,47 @@ def test_costs_of_another_version_are_refused_with_the_remedy() -> None:
         header["config"]["speculation"]["costs"] = costs
         with pytest.raises(InvalidConfig, match="costs are written as another version"):
             parse_config(header)
+
+
+MIXED_COSTS = MixedStepCosts(((1, 1000), (2, 1500), (4, 3000)), position_ns=20, pair_ps=5000)
+
+
+def replace_config(lines: list[str], **changes: object) -> list[str]:
+    """Return the recording with other values in its header, and with the checksums of these."""
+    texts = [line.partition(" ")[2].rstrip("\n") for line in lines]
+    header = json.loads(texts[0])
+    header["config"] |= changes
+    crc, written = 0, []
+    for text in (json.dumps(header), *texts[1:]):
+        crc = crc32(text.encode(), crc)
+        written.append(f"{crc:08x} {text}\n")
+    return written
+
+
+def test_a_recording_has_the_table_by_which_its_steps_were_bounded() -> None:
+    """The table decides plans: a replay without it differs."""
+    num_bounded = 0
+    for world in worlds(range(24)):
+        config = replace(world.config, max_step_ms=2.5, mixed_costs=MIXED_COSTS)
+        lines, _ = record_world(world._replace(config=config))
+        assert parse_config(json.loads(lines[0].partition(" ")[2])) == config
+        assert replay(lines).difference is None, f"seed {world.seed}"
+        num_bounded += replay(replace_config(lines, mixed_costs=None)).difference is not None
+    assert num_bounded >= 6
+
+
+@pytest.mark.parametrize("costs", [7, [], [[[1, 2]], 3], [[1, 2], 3, 4]])
+def test_a_table_of_another_version_is_refused_with_the_remedy(costs: object) -> None:
+    header = json.loads(json.dumps(build_header(EngineConfig(), 256, 0, "fcfs", "0")))
+    header["config"]["mixed_costs"] = costs
+    with pytest.raises(InvalidConfig, match="costs are written as another version"):
+        parse_config(header)
+
+
+def test_a_recording_from_before_steps_were_bounded_has_no_bound() -> None:
+    header = json.loads(json.dumps(build_header(EngineConfig(), 256, 0, "fcfs", "0.1.0")))
+    del header["config"]["max_step_ms"], header["config"]["mixed_costs"]
+    assert parse_config(header) == EngineConfig()
 
 
 def test_a_prompt_that_is_a_range_is_recorded_as_its_tokens() -> None:
