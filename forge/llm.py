@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     max_num_batched_tokens: int
     max_model_len: int
     depth: int
+    max_step_ms: float
     enable_prefix_caching: bool
     seed: int
     session_ttl_s: float

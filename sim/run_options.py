@@ -91,7 +91,7 @@ SCENARIO_OPTIONS = tuple(
 GEOMETRY_OPTIONS = tuple(
     each._replace(default=getattr(EngineConfig(), each.name), default_text="")
     for each in ENGINE_OPTIONS
-    if each.name in EngineConfig.__dataclass_fields__ and each.name != "seed"
+    if each.name in EngineConfig.__dataclass_fields__ and each.name not in ("seed", "max_step_ms")
 )
 DRAFTS_OPTION = define_option(
     "num_speculative_tokens", int, 0, "drafts of a sequence in a step, 0 to 16"

@@ -172,6 +172,8 @@ ENGINE_OPTIONS = (
     *(
         each._replace(default=None, default_text="the model's")
         if each.name in GEOMETRY_NAMES
+        else each._replace(default_text="none")
+        if each.default is None
         else each
         for each in options_from_dataclass(
             EngineConfig,

@@ -29,6 +29,7 @@ from forge.models.costs import measure_step_costs
 from forge.models.early_start import begin_early
 from forge.models.hash import HashModel
 from forge.models.loaded_model import LoadedModel
+from forge.models.mixed_costs import measure_mixed_costs
 from forge.start_log import StartLog
 from forge.tokenizer import ByteTokenizer
 from forge.version import install_remedy
@@ -75,6 +76,12 @@ def load_model(
         for option in device_overrides:
             raise InvalidConfig(
                 option, "the model hash does not accept it", "Leave it out, or serve a checkpoint"
+            )
+        if "max_step_ms" in config_fields:
+            raise InvalidConfig(
+                "max_step_ms",
+                "steps of the model hash do not depend on their tokens",
+                "Leave it out, or serve a checkpoint",
             )
         yield _load_hash_model(
             name, _parse_hash_options(options), draft, EngineConfig(**config_fields)
@@ -170,8 +177,11 @@ def _open_checkpoint(
 
 
 def _add_step_costs(loaded: LoadedModel) -> LoadedModel:
-    """Return the model with measured step costs, where speculation is on."""
+    """Return the model with measured step costs, where speculation or `max_step_ms` needs them."""
     config = loaded.config
+    if config.max_step_ms is not None:
+        config = replace(config, mixed_costs=measure_mixed_costs(loaded.model, config))
+        loaded = loaded._replace(config=config)
     if config.speculation is None:
         return loaded
     costs = measure_step_costs(loaded.model, config)

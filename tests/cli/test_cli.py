@@ -608,7 +608,7 @@ def test_the_geometry_has_no_default_but_the_models() -> None:
     """An option that is not given is not passed on: each model has its own default."""
     unset = [each.name for each in ENGINE_OPTIONS if each.default_text]
     spoken = ["num_speculative_tokens", "speculative_method", "acceptance"]
-    assert unset == [*MAX_GEOMETRY, "depth", *spoken]
+    assert unset == [*MAX_GEOMETRY, "depth", "max_step_ms", *spoken]
     defaults = asdict(EngineConfig()) | asdict(DeviceOptions())
     defaults |= {"draft_model": None, "record": None}
     for each in ENGINE_OPTIONS:
