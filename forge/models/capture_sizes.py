@@ -5,8 +5,21 @@ Owns the numbers. Imports no torch: the simulator's cost model uses them too.
 
 from __future__ import annotations
 
-MIXED_CAPTURE_SIZES = (16, 32, 64, 128, 256, 512)
-"""Tokens of captured steps that hold prompts or chunks of them."""
+from bisect import bisect_left
+
+MIXED_CAPTURE_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
+"""Tokens of captured steps that hold prompts or chunks of them, for every model."""
+
+LARGE_CAPTURE_SIZES = (
+    *(640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
+)
+"""Tokens of further captured steps, for models whose layers are small: `mixed_capture_sizes`."""
+
+LAUNCH_BOUND_WEIGHTS = 12 * 10**10
+"""Tokens x parameters of a layer up to which launching a layer takes longer than computing it.
+
+Measured on an H200: 0.45 ms to launch a layer's kernels, 540 TFLOP/s. wiki/Graphs.md, "Sizes".
+"""
 
 VERIFY_CAPTURE_SIZES = tuple(
     sorted(
@@ -20,16 +33,42 @@ padded to 512, would take half as long again. Steps of up to 16 tokens have GEMM
 """
 
 MAX_MIXED_ROWS = 128
-"""Most rows of a captured step that holds prompts."""
+"""Most rows of a captured step whose rows all use FA2."""
+
+MAX_MIXED_TOKENS = 1024
+"""Most tokens of a captured step whose rows all use FA2."""
 
 MAX_GRAPH_PREFILL_ROWS = 4
-"""Most rows of more than one token in a captured step whose prompts use FA3."""
+"""Most rows of more than one token in a captured step of MIXED_CAPTURE_SIZES that uses FA3."""
+
+LARGE_GRAPH_ROW_TOKENS = 64
+"""Mean tokens of a longer row in a captured step of LARGE_CAPTURE_SIZES, or more: FA3 computes it.
+"""
 
 NO_CONTEXT_MAX_TOKENS = 128
 """Tokens of a captured step up to which FA3 takes longer rows only if all start at position 0."""
 
 SPLIT_DECODE_ABOVE_TOKENS = 64
 """Tokens of a captured step above which rows of one token use the decode kernel."""
+
+
+def mixed_capture_sizes(layer_weights: int) -> list[int]:
+    """Return the tokens of captured steps that hold prompts.
+
+    layer_weights   parameters of a layer
+    The largest size is the first that a layer computes for longer than its launches take: a larger
+    step gains nothing from a graph, and padding costs it.
+    """
+    largest = LAUNCH_BOUND_WEIGHTS // layer_weights
+    num_large = bisect_left(LARGE_CAPTURE_SIZES, largest) + 1 if largest > MIXED_CAPTURE_SIZES[-1] else 0
+    return [*MIXED_CAPTURE_SIZES, *LARGE_CAPTURE_SIZES[:num_large]]
+
+
+def max_graph_prefill_rows(num_tokens: int) -> int:
+    """Return the most rows of more than one token in a captured step that uses FA3."""
+    if num_tokens <= MIXED_CAPTURE_SIZES[-1]:
+        return MAX_GRAPH_PREFILL_ROWS
+    return num_tokens // LARGE_GRAPH_ROW_TOKENS
 
 
 def decode_capture_sizes(max_rows: int) -> list[int]:

@@ -373,7 +373,7 @@ def _create_captured_forms(sizes: Sequence[int], most_rows: int) -> list[Capture
     narrow_sizes = [size for size in sizes if size <= min(most_rows, MAX_MIXED_ROWS)]
     any_rows = GraphCondition(MAX_MIXED_ROWS, MAX_MIXED_ROWS, 0, MAX_MIXED_ROWS)
     few_chunks = GraphCondition(
-        MAX_MIXED_ROWS, MAX_GRAPH_PREFILL_ROWS, 1, MAX_MIXED_ROWS, above=SPLIT_DECODE_ABOVE_TOKENS
+        most_rows, MAX_GRAPH_PREFILL_ROWS, 1, most_rows, above=SPLIT_DECODE_ABOVE_TOKENS
     )
     forms = [
         CapturedStepCost(

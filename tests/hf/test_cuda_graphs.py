@@ -301,7 +301,7 @@ class FakeChunkGraphs(MixedGraphs):
         spans = [RowSpan(slot, start, end, 0) for slot, (start, end) in enumerate(rows)]
         tokens = sum(end - start for start, end in rows)
         singles = sum(end - start == 1 for start, end in rows)
-        size = self.padded_size(len(rows), tokens) or tokens
+        size = self.padded_size(tokens) or tokens
         for chunk in self._captured.get(size, ()):
             found = self.replay(spans, singles, size)
             if found is None:
@@ -320,11 +320,11 @@ class FakeChunkGraphs(MixedGraphs):
         ([(40, 50)], MixedGraphAttention, 16),
         ([(0, 128)], PrefillGraphAttention, 128),
         ([(1, 129)], MixedGraphAttention, 128),
-        ([(1, 130)], PrefillGraphAttention, 256),
+        ([(1, 130)], PrefillGraphAttention, 192),
         ([(30, 31), (0, 13)], MixedGraphAttention, 16),
         ([(30, 31), (0, 63)], MixedGraphAttention, 64),
         ([(30, 31), (0, 64)], SplitGraphAttention, 128),
-        ([(90, 91)] * 60 + [(9, 40)] * 4, SplitGraphAttention, 256),
+        ([(90, 91)] * 60 + [(9, 40)] * 4, SplitGraphAttention, 192),
         ([(90, 91)] * 59 + [(9, 40)] * 5, MixedGraphAttention, 256),
         ([(0, 20)] * 5, MixedGraphAttention, 128),
     ],
@@ -336,11 +336,30 @@ def test_a_step_replays_the_graph_of_its_size(rows: list[tuple[int, int]], kind:
 def test_a_step_of_more_rows_than_a_graph_has_is_not_replayed():
     graphs = FakeChunkGraphs(256)
     longer = [(0, 97), (0, 96), (0, 96), (0, 96)]
-    assert graphs.choose_graph([(9, 10)] * 124 + [(0, 97)] * 4) == (SplitGraphAttention, 512)
-    assert graphs.padded_size(131, 512) is None
-    assert (
-        graphs.choose_graph([(9, 10)] * 127 + longer) is None
-    )  # 512 tokens, as many as a recording
+    assert graphs.choose_graph([(9, 10)] * 127 + longer) == (SplitGraphAttention, 512)
+    assert graphs.choose_graph([(9, 10)] * 123 + [(0, 20)] * 5) == (MixedGraphAttention, 256)
+    # FA3 has room for 4 of the longer rows, FA2 for 128 rows.
+    assert graphs.choose_graph([(9, 10)] * 124 + [(0, 20)] * 5) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "size"),
+    [
+        ([(0, 600)], SplitGraphAttention, 640),
+        ([(40, 140)] * 9, SplitGraphAttention, 1024),
+        ([(9, 10)] * 100 + [(0, 50)] * 17, MixedGraphAttention, 1024),
+        ([(9, 10)] * 120 + [(0, 50)] * 17, None, None),
+        ([(0, 60)] * 17, MixedGraphAttention, 1024),
+        ([(9, 10)] * 255 + [(0, 1024)], SplitGraphAttention, 1280),
+        ([(0, 60)] * 21, None, None),
+        ([(0, 1281)], None, None),
+    ],
+)
+def test_a_large_step_replays_one_graph_with_or_without_decode_rows(
+    rows: list[tuple[int, int]], kind: type | None, size: int | None
+):
+    graphs = FakeChunkGraphs(256, (512, 640, 1024, 1280))
+    assert graphs.choose_graph(rows) == ((kind, size) if kind else None)
 
 
 def test_steps_of_two_to_four_tokens_replay_one_graph_for_any_rows():
@@ -450,7 +469,7 @@ def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(captured_model: HF
     assert graphs is not None
     ready = prepare_batch(device, CHUNKS[name])
     tokens = len(ready.batch.tokens)
-    size = graphs.padded_size(len(ready.spans), tokens)
+    size = graphs.padded_size(tokens)
     assert size is not None and size >= tokens
     before = device.kv_cache.data.clone()
     device.input_buffer.copy_to_device(padded_mixed_fields(ready.batch, size, device.kv_cache))
@@ -469,7 +488,7 @@ def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(captured_model: HF
 def test_a_chunk_larger_than_every_captured_graph_runs_without_one(captured_model: HFModel):
     graphs = captured_model._mixed_graphs
     assert graphs is not None
-    assert [graphs.padded_size(1, tokens) for tokens in (1, 16, 17, 256, 257)] == [
+    assert [graphs.padded_size(tokens) for tokens in (1, 16, 17, 256, 257)] == [
         16,
         16,
         64,

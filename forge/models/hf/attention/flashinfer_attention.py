@@ -20,7 +20,11 @@ from functools import partial
 
 import torch
 
-from forge.models.capture_sizes import MAX_GRAPH_PREFILL_ROWS
+from forge.models.capture_sizes import (
+    MAX_MIXED_ROWS,
+    MAX_MIXED_TOKENS,
+    max_graph_prefill_rows,
+)
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.flashinfer_prefill import (
     PagedPrefill,
@@ -144,16 +148,11 @@ class FlashInferAttention:
 
         Call it for the largest size first: the workspace cannot grow once a graph has its address.
         """
-        max_rows = len(slots)
         spec = self._layers[0]
-        group_size = spec.num_heads // spec.num_kv_heads
-        properties = torch.cuda.get_device_properties(self._workspace.device)
-        min_tiles = 2 * properties.multi_processor_count // spec.num_kv_heads + 1
+        # A smaller graph may need more: it has more rows.
         max_tiles = max(
-            min_tiles,
-            -(-num_tokens * group_size // FA2_QUERY_TILE)
-            + max(max_rows, MAX_GRAPH_PREFILL_ROWS + 1)
-            + 1,
+            self._max_graph_tiles(tokens, len(slots))
+            for tokens in (num_tokens, min(num_tokens, MAX_MIXED_TOKENS))
         )
         # Partial outputs and their sums, in fp32, of every tile that a plan may have.
         needed_bytes = (
@@ -174,6 +173,18 @@ class FlashInferAttention:
             num_tokens,
         )
         return build_graph_attentions(build_kernels, self._decode, num_tokens, slots, kv_lens)
+
+    def _max_graph_tiles(self, num_tokens: int, num_slots: int) -> int:
+        """Return the most tiles of FA2 that a plan of a graph may have."""
+        # Layers with windows or soft caps use FA2 where others use FA3.
+        max_rows = max_graph_prefill_rows(num_tokens) + 1
+        if num_tokens <= MAX_MIXED_TOKENS:
+            max_rows = max(max_rows, min(num_slots, MAX_MIXED_ROWS))
+        spec = self._layers[0]
+        properties = torch.cuda.get_device_properties(self._workspace.device)
+        min_tiles = 2 * properties.multi_processor_count // spec.num_kv_heads + 1
+        group_size = spec.num_heads // spec.num_kv_heads
+        return max(min_tiles, -(-num_tokens * group_size // FA2_QUERY_TILE) + max_rows + 1)
 
     def _paged_kernel(self, key: PlanKey, backend: str) -> PagedPrefill:
         kernel_key = (key, backend)

@@ -2,12 +2,12 @@
 
 Owns the buffers that a graph reads and a plan fills. Knows no graph and no weights.
 
-    PrefillGraphAttention   a few longer rows only
+    PrefillGraphAttention   a few longer rows only, in up to 512 tokens
         FA3                 all rows; any start if the graph has more than 128 tokens, else start 0
     SplitGraphAttention     a few longer rows, and rows of one token, in more than 64 tokens
         FA3                 d d d d | p p p p p p | f f      d is one row of the scratch block
         decode kernel       d d d d | reads nothing
-    MixedGraphAttention     any rows
+    MixedGraphAttention     any rows, in up to 1,024 tokens
         FA2                 d d d d | p p p p p p | f f      f are padding tokens
 
 FA2 splits long rows only while it has free tiles, and each row of one token takes a tile. So it is
@@ -27,8 +27,12 @@ import torch
 
 from forge.models.capture_sizes import (
     MAX_GRAPH_PREFILL_ROWS,
+    MAX_MIXED_ROWS,
+    MAX_MIXED_TOKENS,
+    MIXED_CAPTURE_SIZES,
     NO_CONTEXT_MAX_TOKENS,
     SPLIT_DECODE_ABOVE_TOKENS,
+    max_graph_prefill_rows,
 )
 from forge.models.hf.attention.flashinfer_prefill import (
     PagedPrefill,
@@ -168,8 +172,9 @@ class SplitGraphAttention(MixedGraphAttention):
     FA3 sees the rows of one token as one row of the scratch block. The decode kernel overwrites its
     outputs. For the longer rows the decode kernel has KV length 0: it reads and writes nothing.
 
-    slots, kv_lens   [max rows] int32 on the device, at fixed addresses; slot and KV length of each
-                     row of one token, 0 after them
+    slots, kv_lens    [max rows] int32 on the device, at fixed addresses; slot and KV length of each
+                      row of one token, 0 after them
+    min_decode_rows   fewest rows of one token that the graph takes
     """
 
     def __init__(
@@ -178,17 +183,19 @@ class SplitGraphAttention(MixedGraphAttention):
         decode_attention: DecodeAttention,
         slots: torch.Tensor,
         kv_lens: torch.Tensor,
+        min_decode_rows: int,
     ) -> None:
         super().__init__(kernels)
         self._decode_attention = decode_attention
         self._slots = slots
         self._kv_lens = kv_lens
+        self._min_decode_rows = min_decode_rows
 
     def plan_replay(self, spans: Sequence[RowSpan], num_decode_rows: int) -> bool:
-        """Plan the longer rows; return whether some rows have one token and the plan can run."""
+        """Plan the longer rows; return whether the graph has room and can run the plan."""
         decode_span = RowSpan(self._kernels.scratch_slot, 0, num_decode_rows, 0)
-        has_decode_rows = 0 < num_decode_rows <= len(self._slots)
-        return has_decode_rows and self._plan_rows([decode_span, *spans[num_decode_rows:]])
+        has_room = self._min_decode_rows <= num_decode_rows <= len(self._slots)
+        return has_room and self._plan_rows([decode_span, *spans[num_decode_rows:]])
 
     def attend(
         self, layer_index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -218,16 +225,18 @@ def build_graph_attentions(
     build_kernels    builds the planned kernels of one graph from its rows and backend
     slots, kv_lens   [max rows] int32, as in SplitGraphAttention
     """
-    mixed = MixedGraphAttention(build_kernels(len(slots), "fa2"))
-    if num_tokens <= MAX_GRAPH_PREFILL_ROWS:
-        return (mixed,)
-    prefill_only = PrefillGraphAttention(build_kernels(MAX_GRAPH_PREFILL_ROWS, "fa3"))
-    if num_tokens <= SPLIT_DECODE_ABOVE_TOKENS:
-        return prefill_only, mixed
-    return (
-        prefill_only,
-        SplitGraphAttention(
-            build_kernels(MAX_GRAPH_PREFILL_ROWS + 1, "fa3"), decode_attention, slots, kv_lens
-        ),
-        mixed,
-    )
+    is_small = num_tokens <= MIXED_CAPTURE_SIZES[-1]
+    attentions: list[MixedGraphAttention] = []
+    if MAX_GRAPH_PREFILL_ROWS < num_tokens and is_small:
+        attentions.append(PrefillGraphAttention(build_kernels(MAX_GRAPH_PREFILL_ROWS, "fa3")))
+    if num_tokens > SPLIT_DECODE_ABOVE_TOKENS:
+        # One more row: to FA3, the rows of one token are a row.
+        kernels = build_kernels(max_graph_prefill_rows(num_tokens) + 1, "fa3")
+        min_decode_rows = 1 if is_small else 0
+        attentions.append(
+            SplitGraphAttention(kernels, decode_attention, slots, kv_lens, min_decode_rows)
+        )
+    if num_tokens <= MAX_MIXED_TOKENS:
+        max_rows = min(len(slots), MAX_MIXED_ROWS)
+        attentions.append(MixedGraphAttention(build_kernels(max_rows, "fa2")))
+    return tuple(attentions)

@@ -348,6 +348,16 @@ def _build_meta_module(checkpoint: Checkpoint, config: Any, attention: str) -> A
         )
 
 
+def mean_layer_weights(module: Any) -> int:
+    """Return the parameters of a layer, on average; embedding and head are no layers."""
+    ends = (module.get_input_embeddings(), module.get_output_embeddings())
+    # They may share one tensor.
+    outside = {id(end.weight): end.weight.numel() for end in ends if end is not None}
+    num_parameters = sum(tensor.numel() for tensor in module.parameters())
+    num_layers = module.config.get_text_config().num_hidden_layers
+    return int(num_parameters - sum(outside.values())) // num_layers
+
+
 def _weight_bytes(module: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
 

@@ -21,6 +21,7 @@ class LoadedDecoder(NamedTuple):
 
     layers          arguments of each layer's attention
     kv_cache_spec   shape of one position in the KV cache
+    layer_weights   parameters of a layer, on average
     use_graphs      whether its steps are captured as CUDA graphs
     prefill         kernels of rows with more than one token
     """
@@ -29,5 +30,6 @@ class LoadedDecoder(NamedTuple):
     decoder: Decoder
     layers: list[LayerSpec]
     kv_cache_spec: KVCacheSpec
+    layer_weights: int
     use_graphs: bool
     prefill: PrefillKernels

@@ -24,9 +24,9 @@ import torch
 from forge.config import DeviceOptions, EngineConfig
 from forge.errors import InvalidConfig
 from forge.models.capture_sizes import (
-    MIXED_CAPTURE_SIZES,
     VERIFY_CAPTURE_SIZES,
     decode_capture_sizes,
+    mixed_capture_sizes,
 )
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import LayerSpec
@@ -55,6 +55,7 @@ from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 from forge.models.hf.loading.checkpoint import (
     Checkpoint,
     load_module,
+    mean_layer_weights,
     open_checkpoint,
     select_device,
 )
@@ -317,6 +318,7 @@ def load_decoder(
         module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
         with start.phase("kernel libraries"):
             libraries.result()
+    layer_weights = mean_layer_weights(module)
     decoder: Decoder
     with torch.inference_mode():
         if options.torch_compile:
@@ -347,7 +349,9 @@ def load_decoder(
     # A module that reads from the device cannot be captured; transformers marks those that do not.
     supports_capture = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
     use_graphs = supports_capture and not options.enforce_eager
-    return LoadedDecoder(checkpoint, decoder, layers, kv_cache_spec, use_graphs, prefill)
+    return LoadedDecoder(
+        checkpoint, decoder, layers, kv_cache_spec, layer_weights, use_graphs, prefill
+    )
 
 
 @contextmanager
@@ -413,7 +417,9 @@ def create_model(
     verifies_drafts = draft is not None or (
         speculation is not None and speculation.method == "ngram"
     )
-    mixed_sizes = VERIFY_CAPTURE_SIZES if verifies_drafts else MIXED_CAPTURE_SIZES
+    mixed_sizes = {*mixed_capture_sizes(loaded.layer_weights)}
+    if verifies_drafts:
+        mixed_sizes |= {*VERIFY_CAPTURE_SIZES}
     return assemble_model(
         loaded.decoder,
         loaded.layers,
@@ -423,7 +429,7 @@ def create_model(
         eos_token=eos_token,
         device=device,
         decode_sizes=decode_capture_sizes(config.max_num_seqs) if loaded.use_graphs else (),
-        mixed_sizes=mixed_sizes if loaded.use_graphs else (),
+        mixed_sizes=sorted(mixed_sizes) if loaded.use_graphs else (),
         max_in_flight=max_in_flight,
         draft=draft,
         wrappers=loaded.prefill.wrappers,

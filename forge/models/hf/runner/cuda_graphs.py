@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 import torch
 
-from forge.models.capture_sizes import MAX_MIXED_ROWS
 from forge.models.hf.attention.interface import (
     AttentionMetadata,
     CapturableAttention,
@@ -139,15 +138,12 @@ class MixedGraphs:
         with show_progress("capturing mixed graphs", len(self._sizes)) as advance:
             for size in reversed(self._sizes):
                 *inputs, kv_lens = _graph_inputs(runner, size, 5)
-                max_rows = self._max_rows(size)
+                max_rows = min(size, runner.kv_cache.num_slots)
                 attentions = capturable.build_graph_attentions(
                     size, inputs[0][:max_rows], kv_lens[:max_rows]
                 )
                 self._captured[size] = [self._capture(size, each, inputs) for each in attentions]
                 advance(1)
-
-    def _max_rows(self, size: int) -> int:
-        return min(size, self._runner.kv_cache.num_slots, MAX_MIXED_ROWS)
 
     def _capture(
         self, size: int, attention: GraphAttention, inputs: Sequence[torch.Tensor]
@@ -163,12 +159,10 @@ class MixedGraphs:
         self._memory_pool = graph.pool()
         return _CapturedForward(attention, graph, input_ids, hidden)
 
-    def padded_size(self, num_rows: int, num_tokens: int) -> int | None:
-        """Return the number of tokens of the smallest graph with room for the rows, or None."""
-        for size in self._sizes[bisect_left(self._sizes, num_tokens) :]:
-            if num_rows <= self._max_rows(size):
-                return size
-        return None
+    def padded_size(self, num_tokens: int) -> int | None:
+        """Return the number of tokens of the smallest graph with room for the batch, or None."""
+        index = bisect_left(self._sizes, num_tokens)
+        return self._sizes[index] if index < len(self._sizes) else None
 
     def replay(
         self, spans: Sequence[RowSpan], num_decode_rows: int, size: int
@@ -178,8 +172,7 @@ class MixedGraphs:
         Return input ids, int32 [size], and hidden states, [size, hidden_size], valid until the next
         replay; or None, with nothing replayed, where no graph fits.
         """
-        captured = self._captured.get(size, ()) if len(spans) <= self._max_rows(size) else ()
-        for candidate in captured:
+        for candidate in self._captured.get(size, ()):
             if candidate.attention.plan_replay(spans, num_decode_rows):
                 candidate.graph.replay()
                 return candidate.input_ids, candidate.hidden

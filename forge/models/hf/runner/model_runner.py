@@ -71,7 +71,7 @@ class ForwardOutput(NamedTuple):
 class ForwardGraphs(Protocol):
     """Captured graphs of steps with rows of any length, up to the hidden states."""
 
-    def padded_size(self, num_rows: int, num_tokens: int) -> int | None:
+    def padded_size(self, num_tokens: int) -> int | None:
         """Return the number of tokens of the smallest graph with room for the batch, or None."""
         ...
 
@@ -260,7 +260,7 @@ class ModelRunner:
         spans = [RowSpan(*span) for span in zip(*(each.tolist() for each in columns), strict=True)]
         size = len(batch.tokens)
         if graphs is not None:
-            size = graphs.padded_size(len(rows), size) or size
+            size = graphs.padded_size(size) or size
         num_decode_rows = batch.num_decode_rows
         arrays = (
             *padded_mixed_fields(batch, size, self.kv_cache),
