@@ -60,7 +60,9 @@ def mixed_capture_sizes(layer_weights: int) -> list[int]:
     step gains nothing from a graph, and padding costs it.
     """
     largest = LAUNCH_BOUND_WEIGHTS // layer_weights
-    num_large = bisect_left(LARGE_CAPTURE_SIZES, largest) + 1 if largest > MIXED_CAPTURE_SIZES[-1] else 0
+    num_large = (
+        bisect_left(LARGE_CAPTURE_SIZES, largest) + 1 if largest > MIXED_CAPTURE_SIZES[-1] else 0
+    )
     return [*MIXED_CAPTURE_SIZES, *LARGE_CAPTURE_SIZES[:num_large]]
 
 

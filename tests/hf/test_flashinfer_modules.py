@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import signal
 import subprocess
 import sys
@@ -76,6 +77,21 @@ def test_modules_of_the_installed_version_count(
     monkeypatch.setattr(flashinfer_modules, "version", lambda name: "0.6.14")
     write_module(tmp_path, compiled)
     assert may_have_modules() is found
+
+
+def test_modules_of_an_ahead_of_time_build_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "flashinfer"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "empty"))
+    monkeypatch.setattr(flashinfer_modules, "version", lambda name: "0.6.14")
+    assert not may_have_modules()
+    name = "batch_prefill_with_kv_cache_dtype_q_bf16"
+    (package / "data" / "aot" / name).mkdir(parents=True)
+    (package / "data" / "aot" / name / f"{name}.so").touch()
+    assert may_have_modules()
 
 
 NINJA = """#!/bin/sh

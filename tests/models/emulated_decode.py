@@ -39,6 +39,7 @@ class Variant(NamedTuple):
     warps: int = 2
     stages: int = 2
     min_tiles: int = 1
+    start_tiles: int = 2
     cell_type: str = "BF16"
 
     @property

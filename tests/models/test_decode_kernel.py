@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import isnan, sqrt
 from pathlib import Path
@@ -111,26 +112,50 @@ def test_every_size_of_a_group(build: Callable[[Variant], DecodeKernels], case: 
     check_case(build(case.variant), case)
 
 
+def count_parts(lengths: Sequence[int], num_heads: int, num_warps: int, start_tiles: int) -> int:
+    """Return the parts of cut heads where every warp has the same work, by counting units."""
+    units: list[int | None] = []
+    for item, length in enumerate(length for length in lengths for _ in range(num_heads)):
+        units += [None] * start_tiles + [item] * -(-length // 16)
+    workers = max(1, min(num_warps, len(units)))
+    parts = {
+        (item, index)
+        for index in range(workers)
+        for item in units[index * len(units) // workers : (index + 1) * len(units) // workers]
+        if item is not None
+    }
+    by_item = Counter(item for item, _ in parts)
+    return sum(count for count in by_item.values() if count > 1)
+
+
+@pytest.mark.parametrize("start_tiles", [0, 2])
 @pytest.mark.parametrize(
     ("lengths", "num_ctas", "num_parts"),
     [
         # Two key heads of 8 tiles for 4 warps: each has half a head.
-        ((128,), 2, 4),
+        ((128,), 2, {0: 4, 2: 4}),
         # 4 rows of 2 tiles, two heads, for 8 warps: each has one head of a row.
-        ((32, 32, 32, 32), 4, 0),
-        # Two heads of 10 tiles for 4 warps, 5 each.
-        ((160,), 2, 4),
-        # Two heads of 3 tiles for 4 warps: 1, 2, 1 and 2.
-        ((48,), 2, 4),
-        # The same, in rows of 2 tiles and of 1: only the heads of the first row are cut.
-        ((32, 16), 2, 4),
+        ((32, 32, 32, 32), 4, {0: 0, 2: 0}),
+        # Two heads of 10 tiles for 4 warps.
+        ((160,), 2, {0: 4, 2: 4}),
+        # Two heads of 3 tiles for 4 warps: 1, 2, 1 and 2, or two warps have a start alone.
+        ((48,), 2, {0: 4, 2: 0}),
+        # The same, in rows of 2 tiles and of 1: only heads of the first row are cut.
+        ((32, 16), 2, {0: 4, 2: 4}),
+        # 26 tiles for 4 warps. With their starts, the short rows have as much work as the long one.
+        ((160, 16, 16, 16), 2, {0: 5, 2: 4}),
+        ((96, 1, 1, 1, 1, 1, 1, 1, 1), 2, {0: 2, 2: 0}),
     ],
 )
-def test_warps_have_the_same_number_of_tiles(
+def test_warps_have_the_same_work(
     build: Callable[[Variant], DecodeKernels],
     lengths: tuple[int, ...],
     num_ctas: int,
-    num_parts: int,
+    num_parts: dict[int, int],
+    start_tiles: int,
 ):
-    step = Step(Case(GROUP_4, lengths, num_ctas=num_ctas), Random(1))
-    assert build(GROUP_4).run(step, seed=3).num_parts == num_parts
+    variant = GROUP_4._replace(start_tiles=start_tiles)
+    case = Case(variant, lengths, num_ctas=num_ctas)
+    assert build(variant).run(Step(case, Random(1)), seed=3).num_parts == num_parts[start_tiles]
+    expected = count_parts(lengths, variant.kv_heads, num_ctas * variant.warps, start_tiles)
+    assert expected == num_parts[start_tiles]

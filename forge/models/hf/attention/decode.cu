@@ -5,7 +5,7 @@
 //     step     row 0 (3 tiles)      row 1 (5 tiles)            row 2 ...          a tile: TILE positions
 //     head     0    1    ..         0      1      ..           0   1
 //              |ttt|ttt|..          |ttttt|ttttt|..            |...              of one row and key head
-//     warp     [--- 0 ---][--- 1 ---][--- 2 ---][--- 3 ---] ...                  the same number of tiles
+//     warp     [--- 0 ---][--- 1 ---][--- 2 ---][--- 3 ---] ...                  the same amount of work
 //
 //     warp     ring of STAGES tiles ◄── bulk copies, ahead into the next row or head
 //                └─► q k: mma ─► max, sum (running) ─► p v: mma ─► output        nothing waits for a warp
@@ -27,7 +27,8 @@
 // TILE                   positions of a tile: a multiple of 16 that divides BLOCK_SIZE
 // WARPS, STAGES          warps of a CTA, tiles of a warp's ring
 // CTAS                   CTAs of a multiprocessor
-// MIN_TILES              tiles of a warp where there are enough for this
+// MIN_TILES              work of a warp, in tiles, where there is enough for this
+// START_TILES            tiles that take as long as the queries and the output of a row and key head
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -137,6 +138,9 @@ __device__ __forceinline__ float max_of_four(float x) {
 
 __device__ __forceinline__ int num_tiles(int kv_len) { return (kv_len + TILE - 1) / TILE; }
 
+// Work of a row and key head, in tiles. Without its start, a warp with rows of one tile would be the last by far.
+__device__ __forceinline__ int head_work(int kv_len) { return kv_len ? num_tiles(kv_len) + START_TILES : 0; }
+
 // Arguments of both kernels, and the rows of the step in shared memory.
 struct Step {
   const u16* q;                  // [rows] at q_stride: query heads, then keys and values where FUSED
@@ -151,12 +155,13 @@ struct Step {
   uint4* partials;
   u32* counters;                 // warps that have finished, of each row and key head
   const int *kv_lens, *slots;    // in shared memory
-  int total, num_workers;        // tiles of the step, warps that have some
+  int total, num_workers;        // work of the step, warps that have some
 
-  __device__ __forceinline__ int first_tile(int worker) const { return (int)((u64)worker * total / num_workers); }
-  // Worker that has the tile.
-  __device__ __forceinline__ int worker_of(int tile) const {
-    return (int)(((u64)(tile + 1) * num_workers - 1) / total);
+  // First unit of a worker's work. A unit is a tile, or one of START_TILES before the first tile of a head.
+  __device__ __forceinline__ int first_unit(int worker) const { return (int)((u64)worker * total / num_workers); }
+  // Worker that has the unit.
+  __device__ __forceinline__ int worker_of(int unit) const {
+    return (int)(((u64)(unit + 1) * num_workers - 1) / total);
   }
   // First cell of the tile's keys in its block. HEAD_CELLS * KV_HEADS after it are the values.
   __device__ __forceinline__ u16* cells(int block, int head, int tile) const {
@@ -449,7 +454,7 @@ __device__ __forceinline__ void load_queries(const Step& step, const Place& plac
 }
 
 // Stores the output of tiles [first, end) of a row and key head: to `out`, or as a partial result where they are
-// not all. Then the last warp to finish merges. `item` is the first tile of the row and head in the step.
+// not all. Then the last warp to finish merges. `item` is the unit of the first tile of the row and head.
 __device__ __forceinline__ void finish(const Step& step, Output& output, const Place& place, int item, int worker,
                                        bool is_first, bool is_whole) {
   const int lane = threadIdx.x & 31, index = place.row * KV_HEADS + place.head;
@@ -477,8 +482,9 @@ __device__ __forceinline__ void finish(const Step& step, Output& output, const P
   output.store(out);
 }
 
-// Copies the lengths and slots to shared memory and counts the tiles. Returns the first tile of this worker;
-// `place` is where it is. A worker without tiles gets step.total.
+// Copies the lengths and slots to shared memory and adds up the work. Returns the unit of this worker's first
+// tile; `place` is where it is. A worker without work gets step.total, and one without a tile gets a later unit
+// than it has.
 __device__ __forceinline__ int divide(Step& step, Place& place, const int* kv_lens, const int* slots, int num_rows,
                                       int* rows, int worker) {
   const int lane = threadIdx.x & 31, num_chunks = (num_rows + 31) / 32;
@@ -494,7 +500,7 @@ __device__ __forceinline__ int divide(Step& step, Place& place, const int* kv_le
   };
   for (int chunk = threadIdx.x / 32; chunk < num_chunks; chunk += WARPS) {
     const int row = 32 * chunk + lane, len = row < num_rows ? kv_lens[row] : 0;
-    const int sum = scan(num_tiles(len) * KV_HEADS);
+    const int sum = scan(head_work(len) * KV_HEADS);
     if (row < num_rows) shared_lens[row] = len, shared_slots[row] = slots[row], ends[row] = sum;
     if (lane == 31) chunk_sums[chunk] = sum;
   }
@@ -504,17 +510,18 @@ __device__ __forceinline__ int divide(Step& step, Place& place, const int* kv_le
   step.total = __shfl_sync(ALL_LANES, chunk_end, 31);
   step.num_workers = max(1, min((int)gridDim.x * WARPS, step.total / MIN_TILES));
   if (worker >= step.num_workers || !step.total) return step.total;
-  const int tile = step.first_tile(worker);
-  const int chunk = __popc(__ballot_sync(ALL_LANES, chunk_end <= tile));
+  const int unit = step.first_unit(worker);
+  const int chunk = __popc(__ballot_sync(ALL_LANES, chunk_end <= unit));
   const int chunk_begin = chunk ? __shfl_sync(ALL_LANES, chunk_end, chunk - 1) : 0;
   const int row = 32 * chunk + lane, end = row < num_rows ? chunk_begin + ends[row] : 0x7fffffff;
-  const int before = __popc(__ballot_sync(ALL_LANES, end <= tile));
+  const int before = __popc(__ballot_sync(ALL_LANES, end <= unit));
   const int begin = before ? __shfl_sync(ALL_LANES, end, before - 1) : chunk_begin;
   place.row = 32 * chunk + before;
   place.count = num_tiles(shared_lens[place.row]);
-  place.head = (tile - begin) / place.count;
-  place.index = (tile - begin) % place.count;
-  return tile;
+  const int work = place.count + START_TILES, done = (unit - begin) % work;
+  place.head = (unit - begin) / work;
+  place.index = max(0, done - START_TILES);
+  return unit + max(0, START_TILES - done);
 }
 
 template <bool FUSED>
@@ -530,18 +537,19 @@ __device__ __forceinline__ void decode(Step step, const int* kv_lens, const int*
     fence_async();
   }
   Place place;
-  int tile = divide(step, place, kv_lens, slots, num_rows,
+  int unit = divide(step, place, kv_lens, slots, num_rows,
                     (int*)((u16*)shared + WARPS * STAGES * 2 * TILE_CELLS) + 2 * WARPS * STAGES, worker);
-  if (!FUSED || tile == step.total) wait_for_grid();
-  if (tile == step.total) return;
-  const int end = step.first_tile(worker + 1);
+  const int end = worker < step.num_workers ? step.first_unit(worker + 1) : 0;
+  if (!FUSED || unit >= end) wait_for_grid();
+  if (unit >= end) return;
 
   Place ahead = place;
-  int next_copied = tile, next_block = ahead.load_block(step);
+  int next_copied = unit, next_block = ahead.load_block(step);
   auto copy_next = [&](int stage) {
-    if (next_copied == end) return;
+    if (next_copied >= end) return;
     if (!lane) start_copies<FUSED>(step, ahead, next_block, ring + stage * 2 * TILE_CELLS, barriers + stage);
-    if (++next_copied == end) return;
+    next_copied += ahead.index + 1 < ahead.count ? 1 : 1 + START_TILES;
+    if (next_copied >= end) return;
     ahead.advance(step);
     next_block = ahead.load_block(step);
   };
@@ -553,9 +561,9 @@ __device__ __forceinline__ void decode(Step step, const int* kv_lens, const int*
   u32 parity = 0;
   Output output;
   u32 q[HALVES][4 * K_CHUNKS];
-  while (tile < end) {
-    const int item = tile - place.index, first = place.index, kv_len = step.kv_lens[place.row];
-    const int last = min(place.count, first + end - tile) - 1;
+  while (unit < end) {
+    const int item = unit - place.index, first = place.index, kv_len = step.kv_lens[place.row];
+    const int last = min(place.count, first + end - unit) - 1;
     load_queries<FUSED>(step, place, q);
     output.clear();
     for (;;) {
@@ -572,8 +580,8 @@ __device__ __forceinline__ void decode(Step step, const int* kv_lens, const int*
       place.index++;
     }
     finish(step, output, place, item, worker, !first, !first && last == place.count - 1);
-    tile += last - first + 1;
-    if (tile < end) place.advance(step);
+    unit += last - first + 1 + START_TILES;
+    if (unit < end) place.advance(step);
   }
 }
 

@@ -42,7 +42,8 @@ class DecodeConfig(NamedTuple):
     num_warps    warps of a CTA
     num_stages   tiles of a warp that are in flight or in use
     num_ctas     CTAs of a multiprocessor
-    min_tiles    tiles of a warp, where a step has enough for all
+    min_tiles    work of a warp in tiles, where a step has enough for all
+    start_tiles  tiles that take as long as the queries and the output of a row and key head
     """
 
     tile_size: int
@@ -50,6 +51,7 @@ class DecodeConfig(NamedTuple):
     num_stages: int
     num_ctas: int
     min_tiles: int
+    start_tiles: int
 
     def shared_bytes(self, head_dim: int, max_rows: int) -> int:
         """Return the dynamic shared memory of a CTA: its rings, their barriers, the rows."""
@@ -57,7 +59,7 @@ class DecodeConfig(NamedTuple):
         return self.num_warps * self.num_stages * (tile_bytes + 8) + 4 * (3 * max_rows + 32)
 
 
-DECODE_CONFIG = DecodeConfig(16, 8, 2, 1, 2)
+DECODE_CONFIG = DecodeConfig(16, 8, 2, 1, 2, 2)
 """Config of every step, measured on an H200: wiki/Attention.md, "Steps of many rows"."""
 
 
@@ -245,4 +247,5 @@ def decode_macros(
         f"STAGES={config.num_stages}",
         f"CTAS={config.num_ctas}",
         f"MIN_TILES={config.min_tiles}",
+        f"START_TILES={config.start_tiles}",
     )

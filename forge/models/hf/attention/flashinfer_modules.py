@@ -143,8 +143,8 @@ def may_have_modules() -> bool:
         folder = _cache_folder() / version(DISTRIBUTION)
     except PackageNotFoundError:
         return False
-    pattern = "cached_ops/batch_prefill*/batch_prefill*.so"
-    return any(folder.glob(f"*/{pattern}"))
+    pattern = "batch_prefill*/batch_prefill*.so"
+    return any(folder.glob(f"*/cached_ops/{pattern}")) or any(_aot_folder().glob(pattern))
 
 
 def missing_tools() -> list[str]:
@@ -162,6 +162,13 @@ def find_nvcc() -> str | None:
     if home:
         return shutil.which("nvcc", path=str(Path(home) / "bin"))
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def _aot_folder() -> Path:
+    """Return the folder of the modules that an ahead-of-time build of FlashInfer contains."""
+    spec = find_spec("flashinfer")
+    locations = (spec.submodule_search_locations if spec is not None else None) or ["flashinfer"]
+    return Path(locations[0], "data", "aot")
 
 
 def _cache_folder() -> Path:
