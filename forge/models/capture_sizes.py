@@ -11,14 +11,15 @@ MIXED_CAPTURE_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 """Tokens of captured steps that hold prompts or chunks of them, for every model."""
 
 LARGE_CAPTURE_SIZES = (
-    *(640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
+    *(640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048),
+    *(2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
 )
 """Tokens of further captured steps, for models whose layers are small: `mixed_capture_sizes`."""
 
-LAUNCH_BOUND_WEIGHTS = 12 * 10**10
+LAUNCH_BOUND_WEIGHTS = 18 * 10**10
 """Tokens x parameters of a layer up to which launching a layer takes longer than computing it.
 
-Measured on an H200: 0.45 ms to launch a layer's kernels, 540 TFLOP/s. wiki/Graphs.md, "Sizes".
+Measured on an H200: 0.4 to 0.7 ms to launch a layer's kernels, 540 TFLOP/s: wiki/Graphs.md.
 """
 
 VERIFY_CAPTURE_SIZES = tuple(

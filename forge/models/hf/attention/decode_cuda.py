@@ -59,7 +59,7 @@ class DecodeConfig(NamedTuple):
         return self.num_warps * self.num_stages * (tile_bytes + 8) + 4 * (3 * max_rows + 32)
 
 
-DECODE_CONFIG = DecodeConfig(16, 8, 2, 1, 2, 2)
+DECODE_CONFIG = DecodeConfig(16, 8, 2, 1, 2, 5)
 """Config of every step, measured on an H200: wiki/Attention.md, "Steps of many rows"."""
 
 

@@ -92,7 +92,7 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 CUDA_DEFAULTS: Mapping[str, Any] = {
     "block_size": 64,
     "max_num_seqs": 256,
-    "max_num_batched_tokens": 8192,
+    "max_num_batched_tokens": 2048,
     "depth": 2,
 }
 """Geometry where the caller set none."""
