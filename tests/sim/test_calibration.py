@@ -150,7 +150,7 @@ def planted_tables(config: EngineConfig) -> CostTables:
 
 
 ALONE_STEPS, ANY = GraphCondition(4, 4, whole=128), GraphCondition(128, 128, 0, 128)
-MIXED_STEPS = GraphCondition(128, 4, 1, 128, above=64)
+MIXED_STEPS = GraphCondition(512, 4, 1, 512, above=64)
 SIZES = (16, 64, 256)
 CAPTURED_TILES = (
     CapturedStepCost(
