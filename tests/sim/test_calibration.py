@@ -384,8 +384,8 @@ def captured_tables() -> CostTables:
 
     A few rows alone, a few with decode rows, and graphs of any rows: up to 24 tokens, and larger.
     """
-    sizes = (16, 32, 64, 128, 256, 512)
-    base = tuple(n * US for n in (3500, 3600, 3900, 4000, 4600, 7000))
+    sizes = (16, 32, 64, 128, 192, 256, 384, 512)
+    base = tuple(n * US for n in (3500, 3600, 3900, 4000, 4300, 4600, 5700, 7000))
     least = tuple(9 * n // 10 for n in base)
     return planted_tables(SERVING)._replace(
         recorded=(
@@ -563,7 +563,8 @@ def work_of_spans(*spans: tuple[int, int]) -> StepFeatures:
         (work_of_spans((1, 5), *[(30, 70)] * 4), 1),
         (work_of_spans((1, 5), *[(30, 70)] * 5), 2),
         (work_of_spans(*[(1, 9)] * 124, *[(30, 70)] * 4), 1),
-        (work_of_spans(*[(1, 9)] * 125, *[(30, 70)] * 4), None),
+        (work_of_spans(*[(1, 9)] * 125, *[(20, 70)] * 4), 1),
+        (work_of_spans(*[(1, 9)] * 125, *[(20, 70)] * 5), None),
         (work_of_spans((257, 257)), None),
     ],
 )
