@@ -29,7 +29,11 @@ from tokenizers import (  # noqa: E402
 
 from forge.errors import InvalidConfig, InvalidRequest  # noqa: E402
 from forge.models.hf.loading.draft_pair import first_differing_token  # noqa: E402
-from forge.models.hf.tokenizer import HFTokenizer, parse_decoding  # noqa: E402
+from forge.models.hf.tokenizer import (  # noqa: E402
+    HFTokenizer,
+    parse_decoding,
+    share_components,
+)
 from forge.tokenizer import StopStringDetokenizer  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -485,6 +489,30 @@ def test_a_tokenizer_is_the_same_in_another_process(tokenizer: HFTokenizer) -> N
     assert again.encode(text) == tokenizer.encode(text)
     assert (again.eos_token, again.vocab_size) == (tokenizer.eos_token, tokenizer.vocab_size)
     assert again.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_with_shared_components_is_equal_to_a_parsed_copy(kind: str) -> None:
+    """The added tokens alternate between special and not, and some are in the vocabulary."""
+    original = KINDS[kind]()
+    original.add_tokens([AddedToken("<plain>", lstrip=True), AddedToken("t7", single_word=True)])
+    original.add_special_tokens([AddedToken("<special>", rstrip=True, normalized=False)])
+    original.add_tokens([AddedToken("<last>", normalized=True)])
+    shared = share_components(original)
+    assert shared.to_str() == tokenizers.Tokenizer.from_str(original.to_str()).to_str()
+    shared.encode_special_tokens = True
+    assert not original.encode_special_tokens
+    marked = "a <special> b<plain>c <last>t7"
+    assert shared.token_to_id("<special>") in original.encode(marked).ids
+    assert shared.token_to_id("<special>") not in shared.encode(marked).ids
+
+
+def test_a_tokenizer_with_shared_components_has_no_second_vocabulary() -> None:
+    """A change of one model is a change of the other."""
+    original = tokenizers.Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    shared = share_components(original)
+    original.model.unk_token = "a"
+    assert shared.model.unk_token == "a"
 
 
 @pytest.mark.parametrize(
