@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation,
 from forge.errors import InvalidConfig
 from forge.models.costs import measure_step_costs
 from forge.models.early_start import begin_early
+from forge.models.gc_control import freeze_objects, pause_gc
 from forge.models.hash import HashModel
 from forge.models.loaded_model import LoadedModel
 from forge.models.mixed_costs import measure_mixed_costs
@@ -111,7 +112,7 @@ def import_checkpoint_packages(name: str) -> None:
     Nothing is raised: `load_model` reports a missing package.
     """
     if isinstance(name, str) and name.partition(":")[0] != "hash" and _is_checkpoint(name):
-        with suppress(ImportError):
+        with suppress(ImportError), pause_gc():
             import_module("forge.models.hf")
 
 
@@ -140,13 +141,14 @@ def _checkpoint_path(name: str) -> str:
     )
 
 
+@contextmanager
 def _open_checkpoint(
     name: str,
     draft: str | None,
     config_fields: Mapping[str, Any],
     options: DeviceOptions,
     start: StartLog,
-) -> AbstractContextManager[LoadedModel]:
+) -> Iterator[LoadedModel]:
     """Import forge.models.hf, which takes seconds, and open the checkpoint with it."""
     if draft is not None and not (isinstance(draft, str) and _is_checkpoint(draft)):
         raise InvalidConfig(
@@ -161,7 +163,7 @@ def _open_checkpoint(
             uses_gpu=options.device != "cpu",
             reads_weights=options.load_format != "dummy",
         )
-        with start.phase("imports"):
+        with start.phase("imports"), pause_gc():
             from forge.models.hf import open_model, open_pair
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] == "forge":
@@ -171,9 +173,15 @@ def _open_checkpoint(
             f"a checkpoint needs {missing.name}, which is not installed",
             install_remedy("hf"),
         ) from None
-    if draft is not None:
-        return open_pair(name, _checkpoint_path(draft), config_fields, options, start)
-    return open_model(name, config_fields, options, start)
+    # A collection during the rest of the start would visit every object of the packages.
+    with freeze_objects():
+        opened = (
+            open_model(name, config_fields, options, start)
+            if draft is None
+            else open_pair(name, _checkpoint_path(draft), config_fields, options, start)
+        )
+        with opened as loaded:
+            yield loaded
 
 
 def _add_step_costs(loaded: LoadedModel) -> LoadedModel:

@@ -16,11 +16,11 @@ from typing import Any
 
 from forge.config import DeviceOptions, EngineConfig, Speculation
 from forge.errors import InvalidConfig
+from forge.models.gc_control import freeze_gc
 from forge.models.hf.buffers import MAX_IN_FLIGHT
 from forge.models.hf.decoders.module_decoder import register_attention
 from forge.models.hf.decoders.resized_vocab import ResizedVocabDecoder
 from forge.models.hf.loading.checkpoint import Checkpoint, open_checkpoint, select_device
-from forge.models.hf.loading.gc_control import freeze_gc
 from forge.models.hf.loading.kernel_selection import compile_missing_modules
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_loader import (

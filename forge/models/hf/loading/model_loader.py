@@ -28,6 +28,7 @@ from forge.models.capture_sizes import (
     decode_capture_sizes,
     mixed_capture_sizes,
 )
+from forge.models.gc_control import freeze_gc, pause_gc
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.buffers import MAX_IN_FLIGHT
@@ -59,7 +60,6 @@ from forge.models.hf.loading.checkpoint import (
     open_checkpoint,
     select_device,
 )
-from forge.models.hf.loading.gc_control import freeze_gc, pause_gc
 from forge.models.hf.loading.kernel_selection import (
     compile_missing_modules,
     import_kernel_libraries,
