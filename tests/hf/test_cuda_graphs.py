@@ -103,7 +103,7 @@ def model_of(
             tensor.copy_(1.2 * noise if tensor.dim() > 1 else tensor + noise)
     module = module.to(device, dtype).eval()
     with torch.inference_mode():
-        decoder, layers = select_decoder(module, select_ops(device, dtype), 512)
+        decoder, layers = select_decoder(module, select_ops(device, dtype), 1024)
         return assemble_model(
             decoder,
             layers,
@@ -120,8 +120,8 @@ def model_of(
 
 def geometry() -> EngineConfig:
     return EngineConfig(
-        num_blocks=64, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=512,
-        max_model_len=512, enable_prefix_caching=False,
+        num_blocks=64, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=640,
+        max_model_len=1024, enable_prefix_caching=False,
     )  # fmt: skip
 
 
@@ -418,7 +418,7 @@ KERNELS = ("triton", "flashinfer")
 @pytest.fixture(scope="module", params=product(CONFIGS, KERNELS), ids=", ".join)
 def captured_model(request: pytest.FixtureRequest) -> HFModel:
     name, kernels = request.param
-    cuda, sizes = torch.device("cuda"), (16, 64, 256)
+    cuda, sizes = torch.device("cuda"), (16, 64, 256, 640)
     return model_of(name, cuda, torch.bfloat16, decodes=(1, 2, 4, 8), chunks=sizes, kernels=kernels)
 
 
@@ -459,6 +459,9 @@ CHUNKS = {
     "more decodes than before, with four chunks": [(90, 91)] * 4 + [(0, 30)] * 4,
     "fewer, and the recording is full": [(30, 31), (0, 255)],
     "five prompts": [(0, 9), (0, 3), (0, 17), (0, 2), (0, 20)],
+    "a large step of prompts": [(0, 300), (0, 290)],
+    "a large step of chunks with decodes": [(30, 31), (300, 301), (0, 250), (16, 290)],
+    "a large step that is full": [(0, 1), (100, 101), (17, 18), (0, 637)],
 }
 
 
@@ -488,13 +491,8 @@ def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(captured_model: HF
 def test_a_chunk_larger_than_every_captured_graph_runs_without_one(captured_model: HFModel):
     graphs = captured_model._mixed_graphs
     assert graphs is not None
-    assert [graphs.padded_size(tokens) for tokens in (1, 16, 17, 256, 257)] == [
-        16,
-        16,
-        64,
-        256,
-        None,
-    ]
+    sizes = [graphs.padded_size(tokens) for tokens in (1, 16, 17, 256, 257, 640, 641)]
+    assert sizes == [16, 16, 64, 256, 640, 640, None]
 
 
 def outputs(model: HFModel) -> list[list[int]]:
