@@ -281,7 +281,7 @@ def measure_mixed_rows(kernel: Any, step: Step, queries: Any, expected: Any) -> 
     slots, lengths = torch.zeros(2, num_rows + 5, dtype=torch.int32, device=queries.device)
     slots[:num_rows], lengths[:num_rows:2] = step.slots, step.lengths[::2]
     attention = SplitGraphAttention(
-        ConstantAttention(step.pool, step.spec), kernel, slots[:num_rows], lengths[:num_rows]
+        ConstantAttention(step.pool, step.spec), kernel, slots[:num_rows], lengths[:num_rows], 1
     )
     out = attention.attend(1, torch.cat((queries, longer)), None, None)
     untouched = torch.cat((out[1:num_rows:2], out[num_rows:]))
