@@ -16,7 +16,7 @@ LARGE_CAPTURE_SIZES = (
 )
 """Tokens of further captured steps, for models whose layers are small: `mixed_capture_sizes`."""
 
-LAUNCH_BOUND_WEIGHTS = 18 * 10**10
+LAUNCH_BOUND_WEIGHTS = 20 * 10**10
 """Tokens x parameters of a layer up to which launching a layer takes longer than computing it.
 
 Measured on an H200: 0.4 to 0.7 ms to launch a layer's kernels, 540 TFLOP/s: wiki/Graphs.md.
