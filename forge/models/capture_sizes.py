@@ -6,6 +6,7 @@ Owns the numbers. Imports no torch: the simulator's cost model uses them too.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
 MIXED_CAPTURE_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 """Tokens of captured steps that hold prompts or chunks of them, for every model."""
@@ -65,6 +66,19 @@ def mixed_capture_sizes(layer_weights: int) -> list[int]:
         bisect_left(LARGE_CAPTURE_SIZES, largest) + 1 if largest > MIXED_CAPTURE_SIZES[-1] else 0
     )
     return [*MIXED_CAPTURE_SIZES, *LARGE_CAPTURE_SIZES[:num_large]]
+
+
+def usable_capture_sizes(
+    sizes: Iterable[int], max_num_batched_tokens: int, max_model_len: int
+) -> list[int]:
+    """Return the sizes that a step may replay, ascending.
+
+    The last is the first with room for the largest step. Padding at most doubles a step, and
+    padding tokens have to fit into one block table.
+    """
+    limit = min(2 * max_num_batched_tokens - 1, max_model_len)
+    fitting = sorted(size for size in sizes if size <= limit)
+    return fitting[: bisect_left(fitting, max_num_batched_tokens) + 1]
 
 
 def max_graph_prefill_rows(num_tokens: int) -> int:

@@ -27,6 +27,7 @@ from forge.models.capture_sizes import (
     VERIFY_CAPTURE_SIZES,
     decode_capture_sizes,
     mixed_capture_sizes,
+    usable_capture_sizes,
 )
 from forge.models.gc_control import freeze_gc, pause_gc
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
@@ -205,7 +206,7 @@ def assemble_model(
     """Return the model with a KV cache, sampler and graphs of the config's geometry.
 
     decode_sizes    rows of decode graphs; () captures none
-    mixed_sizes     tokens of graphs of mixed steps
+    mixed_sizes     tokens of graphs of mixed steps, of which those that a step may replay are used
     max_in_flight   steps that may be in flight
     draft           draft model, or None
     wrappers        as in `select_attention`
@@ -231,9 +232,9 @@ def assemble_model(
     if decode_sizes and capturable is not None:
         with torch.inference_mode(), pause_gc():
             decode_graphs = DecodeGraphs(runner, decode_sizes)
-            # Padding at most doubles a step, and padding tokens have to fit into one block table.
-            max_tokens = min(2 * config.max_num_batched_tokens, config.max_model_len + 1)
-            sizes = [size for size in mixed_sizes if size < max_tokens]
+            sizes = usable_capture_sizes(
+                mixed_sizes, config.max_num_batched_tokens, config.max_model_len
+            )
             mixed_graphs = MixedGraphs(runner, capturable, sizes)
     return HFModel(
         runner,

@@ -5,7 +5,7 @@ of what that method computes.
 
     decode     rows      1  2  3  4  5 ... 8  9 ........ 16 ... 256
                graph     1  2  4  4  8     8  16         16     256    the next size; then padding
-    mixed      tokens    1 ... 16  17 ... 32 ... 257 ... 512           few long rows, or any
+    mixed      tokens    1 ... 16  17 ... 32 ... 385 ... 512 ...       few long rows, or any
                graph     16        32            512
 
 A step of some hundred small kernels is bound by launching them; a replay is one launch. Times:
