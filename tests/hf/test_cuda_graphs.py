@@ -430,6 +430,15 @@ def test_the_simulator_predicts_which_graph_a_step_replays(slots: int, sizes: tu
     assert rare == {1: [SplitGraphAttention, None], 3: [None]}.get(slots, []), seen
 
 
+@pytest.mark.parametrize(("singles", "size"), [(8, 128), (60, 192), (124, 256)])
+def test_samples_of_few_rows_predict_the_graph_of_more(singles: int, size: int):
+    rows = [(9, 10)] * singles + [(0, 97)]
+    work = StepFeatures(len(rows), singles + 97, 1, spans=((1, 10),) * singles + ((97, 97),))
+    forms = _create_captured_forms(MIXED_CAPTURE_SIZES, 16)
+    assert next(each for each in forms if each.applies_to(work)).apart
+    assert FakeChunkGraphs(256).choose_graph(rows) == (SplitGraphAttention, size)
+
+
 # On a GPU.
 
 KERNELS = ("triton", "flashinfer")
