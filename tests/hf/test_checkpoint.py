@@ -26,6 +26,7 @@ from forge.models.hf.loading import checkpoint_files  # noqa: E402
 from forge.models.hf.loading.checkpoint import (  # noqa: E402
     Checkpoint,
     load_module,
+    mean_layer_weights,
     open_checkpoint,
     refuse_unsupported,
     select_device,
@@ -108,6 +109,15 @@ def test_a_module_computes_what_was_saved(checkpoints: Path, family: str) -> Non
     assert torch.equal(logits(module), logits(create_module(family, torch.float32)))
     assert not module.training
     assert not any(tensor.requires_grad for tensor in module.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_neither_embedding_nor_head_counts_as_a_layer(family: str) -> None:
+    module = create_module(family, torch.float32)
+    layers = module.model.layers
+    num_weights = sum(tensor.numel() for tensor in layers.parameters())
+    final_norm = SMALL["hidden_size"]
+    assert mean_layer_weights(module) == (num_weights + final_norm) // len(layers)
 
 
 def test_a_checkpoint_in_several_files_is_the_same_one(checkpoints: Path, tmp_path: Path) -> None:
