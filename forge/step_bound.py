@@ -24,7 +24,7 @@ from typing import NamedTuple
 from forge.config import MixedStepCosts
 
 MAX_STEPS = 8
-"""Steps in which prompts that wait are computed, whatever the bound: see wiki/Scheduling.md."""
+"""A step computes at least 1 / MAX_STEPS of the tokens that wait: see wiki/Scheduling.md."""
 
 
 class PendingPrompt(NamedTuple):
