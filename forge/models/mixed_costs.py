@@ -85,7 +85,7 @@ def measure_mixed_costs(model: Model, config: EngineConfig) -> MixedStepCosts:
     """
     max_tokens = min(
         config.max_num_batched_tokens,
-        config.max_model_len - 1,
+        max(1, config.max_model_len - 1),
         config.num_blocks * config.block_size,
     )
     ends = {*MIXED_CAPTURE_SIZES, *LARGER_SIZES, max_tokens}

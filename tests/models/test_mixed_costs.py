@@ -102,6 +102,13 @@ def test_timed_rows_stay_within_blocks_batch_and_length(device: TimedDevice) -> 
         assert all(block < 20 for row in plan.rows for block in row.new_blocks)
 
 
+@pytest.mark.parametrize("max_model_len", [1, 2])
+def test_the_shortest_sequences_have_a_table(device: TimedDevice, max_model_len: int) -> None:
+    config = replace(CONFIG, num_blocks=1, max_model_len=max_model_len)
+    assert measure_mixed_costs(device, config).tokens == ((1, 1160),)
+    assert {plan.num_tokens for plan in device.plans} == {1}
+
+
 def test_rows_that_time_attention_have_blocks_of_their_own(device: TimedDevice) -> None:
     measure_mixed_costs(device, CONFIG)
     bound = next(plan for plan in device.plans if len(plan.rows) > 1)
