@@ -172,9 +172,12 @@ def test_options_that_are_given_are_kept(checkpoint: Path) -> None:
     assert {name: getattr(config, name) for name in given} == given
 
 
-def test_more_rows_than_the_defaults_tokens_raise_them(checkpoint: Path) -> None:
-    config = open_config(checkpoint, {"max_num_seqs": 3000, "num_blocks": 4, "max_model_len": 32})
-    assert config.max_num_batched_tokens == 3000
+@pytest.mark.parametrize(("rows", "tokens"), [(1024, 2048), (2048, 4096), (3000, 6000)])
+def test_a_full_batch_of_decodes_leaves_tokens_to_prompts(
+    checkpoint: Path, rows: int, tokens: int
+) -> None:
+    config = open_config(checkpoint, {"max_num_seqs": rows, "num_blocks": 4, "max_model_len": 32})
+    assert config.max_num_batched_tokens == tokens
 
 
 def test_another_dtype_is_another_namespace_of_the_cache(checkpoint: Path) -> None:

@@ -440,10 +440,13 @@ def create_model(
 def _resolve_max_batched_tokens(
     overrides: Mapping[str, Any], config_fields: Mapping[str, Any]
 ) -> Any:
-    """Return the caller's max_num_batched_tokens, or the default, at least one for each row."""
+    """Return the caller's max_num_batched_tokens, or the default, at least two for each row.
+
+    With one, the decodes of a full batch would leave no tokens to prompts and drafts.
+    """
     if "max_num_batched_tokens" in overrides:
         return overrides["max_num_batched_tokens"]
-    return max(config_fields["max_num_batched_tokens"], config_fields["max_num_seqs"])
+    return max(config_fields["max_num_batched_tokens"], 2 * config_fields["max_num_seqs"])
 
 
 def refuse_dynamic_rope(config: Any, max_model_len: int) -> None:
