@@ -146,7 +146,7 @@ class EngineConfig:
     depth                    steps in flight, 1 or 2: 1 waits for each, 2 plans ahead of the device
     max_step_ms              longest step of prompts and running sequences together, predicted from
                              step times that are measured at the start. At least an eighth of
-                             the prompt tokens that wait is computed, whatever the time
+                             the prompt tokens that it has room for is computed, whatever the time
     enable_prefix_caching    computed blocks may be shared by later requests with the same prefix
     seed                     64-bit seed for requests that bring none
     end_ids                  end tokens of the checkpoint besides the model's `eos_token()`

@@ -591,9 +591,18 @@ class Scheduler:
         may give the tokens to others, whose attention takes another time.
         """
         costs, max_step_ms = self.config.mixed_costs, self.config.max_step_ms
+        budget = self.config.max_num_batched_tokens
         if costs is None or max_step_ms is None or len(prefilling) == len(self.running):
-            return self.config.max_num_batched_tokens
-        prompts = [PendingPrompt(s.table.num_tokens, s.num_pending) for s in prefilling]
+            return budget
+        prompts: list[PendingPrompt] = []
+        num_left = budget - len(decodes)
+        for sequence in prefilling:
+            if not num_left:
+                break
+            prompts.append(
+                PendingPrompt(sequence.table.num_tokens, min(num_left, sequence.num_pending))
+            )
+            num_left -= prompts[-1].num_pending
         num_positions = sum(s.table.num_tokens for s in decodes)
         return len(decodes) + max_prompt_tokens(
             costs, int(1000 * max_step_ms), prompts, len(decodes), num_positions

@@ -12,7 +12,7 @@ from forge.policy import POLICIES
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from forge.step_bound import (
-    MAX_STEPS,
+    MIN_SHARE,
     PendingPrompt,
     count_pairs,
     max_prompt_tokens,
@@ -113,7 +113,7 @@ def test_the_result_is_the_largest_within_the_bound(seed: int) -> None:
         return predict_step_us(costs, num_decodes + n, num_positions, count_pairs(prompts, n))
 
     pending = sum(each.num_pending for each in prompts)
-    least = -(-pending // MAX_STEPS)
+    least = -(-pending // MIN_SHARE)
     fitting = [n for n in range(pending + 1) if step_us(n) <= bound_us or n <= least]
     largest = max_prompt_tokens(costs, bound_us, prompts, num_decodes, num_positions)
     assert largest == max(n for n in range(pending + 1) if step_us(n) <= step_us(fitting[-1]))
@@ -203,6 +203,14 @@ def test_a_prompt_ends_under_a_bound_that_no_step_keeps_and_decodes_go_on() -> N
         assert chunk_lens(plan, 0) == [1]
         chunks += chunk_lens(plan, 1)
     assert chunks == [15] * 6 + [10]
+
+
+def test_a_long_prompt_does_not_fill_the_token_budget_under_a_low_bound() -> None:
+    """An eighth of 128 tokens, and not of the 2,000 that wait: a graph of 16, with the decode."""
+    s = bounded(0.001, blocks=1000, max_model_len=4000)
+    start_decode(s)
+    s.add(request(1, range(2000), max_tokens=1, ignore_eos=True))
+    assert [chunk_lens(step(s)[0], 1) for _ in range(3)] == [[31]] * 3
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

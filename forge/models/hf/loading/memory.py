@@ -29,7 +29,7 @@ from forge.seam import REJECTION
 
 GIB = 2**30
 
-CUDA_GRAPH_BYTES = GIB
+CUDA_GRAPH_BYTES = 3 * GIB // 2
 """Bytes reserved for CUDA graphs and for allocations of libraries outside of torch."""
 
 TYPICAL_STEP_TOKENS = 2048
