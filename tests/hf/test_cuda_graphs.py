@@ -23,12 +23,10 @@ hf = pytest.importorskip("transformers")
 from forge.config import EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.models.capture_sizes import (  # noqa: E402
-    LAUNCH_BOUND_WEIGHTS,
     MAX_GRAPH_PREFILL_ROWS,
     MIXED_CAPTURE_SIZES,
     VERIFY_CAPTURE_SIZES,
     decode_capture_sizes,
-    mixed_capture_sizes,
 )
 from forge.models.hf.attention.flashinfer_api import load_wrappers  # noqa: E402
 from forge.models.hf.attention.graph_attention import (  # noqa: E402
@@ -207,25 +205,6 @@ def test_a_batch_is_filled_up_by_less_than_its_own_size_and_less_than_16():
         for rows in range(1, most + 1):
             filled = next(size for size in sizes if size >= rows)
             assert filled - rows < min(rows, 16), (most, rows)
-
-
-@pytest.mark.parametrize(
-    ("layer_weights", "largest"),
-    [(16 * 10**6, 8192), (101 * 10**6, 2048), (193 * 10**6, 1152), (380 * 10**6, 640)],
-)
-def test_the_largest_graph_is_the_first_that_computes_longer_than_it_launches(
-    layer_weights: int, largest: int
-):
-    sizes = mixed_capture_sizes(layer_weights)
-    assert sizes == sorted(set(sizes)) and sizes[: len(MIXED_CAPTURE_SIZES)] == [
-        *MIXED_CAPTURE_SIZES
-    ]
-    assert sizes[-1] == largest
-    assert sizes[-2] * layer_weights < LAUNCH_BOUND_WEIGHTS
-
-
-def test_a_model_of_large_layers_has_the_graphs_of_small_steps():
-    assert mixed_capture_sizes(LAUNCH_BOUND_WEIGHTS // 512) == [*MIXED_CAPTURE_SIZES]
 
 
 def test_rows_that_fill_a_step_are_in_the_scratch_slot_and_known():

@@ -16,7 +16,7 @@ SIZES = (*MIXED_CAPTURE_SIZES, *LARGE_CAPTURE_SIZES)
 
 @pytest.mark.parametrize(
     ("millions", "largest"),
-    [(16, 8192), (22, 8192), (101, 1792), (193, 1024), (317, 640), (350, 640), (352, 512)],
+    [(16, 8192), (25, 8192), (101, 2048), (193, 1152), (317, 640), (389, 640), (391, 512)],
 )
 def test_steps_are_captured_up_to_the_size_that_takes_longer_than_its_launches(
     millions: int, largest: int
