@@ -23,8 +23,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # and many more, which look for what goes wrong there and reach nothing else.
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
   $(addprefix core/test_, acceptance blocks draft_length drafting policy proposers scheduler seam \
-    session_timers sessions sessions_hostile speculation speculation_edges structured_output \
-    uniform_steps) \
+    session_timers sessions sessions_hostile speculation speculation_edges step_bound \
+    structured_output uniform_steps) \
   engine/test_engine engine/test_llm sim/test_fast_forward sim/test_replay sim/test_session_expiry))
 
 # The files that have tests of a marker, unless ARGS names some: each worker collects no others.

@@ -192,6 +192,15 @@ def test_the_token_budget_is_a_bound_too() -> None:
     assert chunk_lens(next_plan(s), 1) == [19]
 
 
+def test_prompts_that_the_token_budget_has_no_room_for_do_not_count() -> None:
+    """127 tokens of 128 are left, an eighth of them 16, and a graph of 32 has room for 31."""
+    s = bounded(0.001, blocks=200)
+    start_decode(s)
+    for id in (1, 2, 3):
+        s.add(request(id, range(100 * id, 100 * id + 100), max_tokens=2))
+    assert [chunk_lens(next_plan(s), id) for id in (1, 2, 3)] == [[31], [], []]
+
+
 def test_a_prompt_ends_under_a_bound_that_no_step_keeps_and_decodes_go_on() -> None:
     """Each step computes an eighth of what is left and fills its graph: 15 tokens here."""
     s = bounded(0.001)
