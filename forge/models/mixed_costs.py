@@ -15,12 +15,12 @@ from itertools import accumulate, count
 from statistics import median
 
 from forge.config import EngineConfig, MixedStepCosts
-from forge.models.capture_sizes import MIXED_CAPTURE_SIZES
+from forge.models.capture_sizes import LARGE_CAPTURE_SIZES, MIXED_CAPTURE_SIZES
 from forge.request import SamplingParams
 from forge.seam import Bind, Model, Row, StepPlan
 
-LARGER_SIZES = (1024, 2048)
-"""Tokens of timed steps above the captured ones. A larger step takes time in proportion."""
+MAX_TIMED_TOKENS = 2049
+"""Most tokens of a timed step. A larger step takes time in proportion."""
 
 CHUNK_LEN, CONTEXT_LEN = 256, 2048
 """Tokens of the chunk, and positions before rows, of the steps that time attention."""
@@ -79,7 +79,7 @@ class _PlanBuilder:
 
 
 def measure_mixed_costs(model: Model, config: EngineConfig) -> MixedStepCosts:
-    """Return the times of the model's steps. Takes about a second on a GPU.
+    """Return the times of the model's steps. Takes some seconds on a GPU.
 
     Costs of attention are 0 where the cache has no room for the steps that time them.
     """
@@ -88,11 +88,11 @@ def measure_mixed_costs(model: Model, config: EngineConfig) -> MixedStepCosts:
         max(1, config.max_model_len - 1),
         config.num_blocks * config.block_size,
     )
-    ends = {*MIXED_CAPTURE_SIZES, *LARGER_SIZES, max_tokens}
-    sizes = {*ends, *(end + 1 for end in MIXED_CAPTURE_SIZES)}
+    largest = min(max_tokens, MAX_TIMED_TOKENS)
+    ends = (*MIXED_CAPTURE_SIZES, *LARGE_CAPTURE_SIZES)
+    sizes = {largest, *(size for end in ends for size in (end, end + 1))}
     plans = _PlanBuilder(config, 1, max_tokens)
     model.forward(plans.bind_plan()).result()
-    largest = min(max_tokens, LARGER_SIZES[-1])
     points = [
         (size, _median_step_us(model, plans, size, 0)) for size in sorted(sizes) if size <= largest
     ]

@@ -74,8 +74,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> TimedDevice:
 
 def test_the_table_has_the_times_of_the_device(device: TimedDevice) -> None:
     costs = measure_mixed_costs(device, CONFIG)
-    expected = {16: 1160, 17: 1320, 32: 1320, 33: 1640, 512: 6120, 513: 6130, 2048: 21_480}
+    expected = {16: 1160, 17: 1320, 32: 1320, 33: 1640, 512: 6120, 513: 6130, 2049: 21_490}
     assert {size: us for size, us in costs.tokens if size in expected} == expected
+    assert costs.tokens[-1][0] == 2049
     assert (costs.position_ns, costs.pair_ps) == (40, 700)
     assert costs.is_valid
 
