@@ -597,12 +597,9 @@ class Scheduler:
         prompts: list[PendingPrompt] = []
         num_left = budget - len(decodes)
         for sequence in prefilling:
-            if not num_left:
-                break
-            prompts.append(
-                PendingPrompt(sequence.table.num_tokens, min(num_left, sequence.num_pending))
-            )
-            num_left -= prompts[-1].num_pending
+            num_tokens = min(num_left, sequence.num_pending)
+            prompts.append(PendingPrompt(sequence.table.num_tokens, num_tokens))
+            num_left -= num_tokens
         num_positions = sum(s.table.num_tokens for s in decodes)
         return len(decodes) + max_prompt_tokens(
             costs, int(1000 * max_step_ms), prompts, len(decodes), num_positions
