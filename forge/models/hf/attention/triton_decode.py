@@ -89,7 +89,7 @@ ONE_SPLIT_CONFIG = SplitConfig(1, 128, 4, 2, 128)
 MIXED_CONFIGS = (
     (16, SplitConfig(8, 32, 2, 3, 32)),
     (65, SplitConfig(8, 64, 4, 3, 256)),
-    (257, SplitConfig(4, 64, 2, 2, 256)),
+    (129, SplitConfig(4, 64, 2, 2, 256)),
 )
 """(limit, config) for rows of one token next to longer rows; larger ones use TWO_SPLIT_CONFIG.
 
