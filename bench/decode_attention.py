@@ -37,7 +37,12 @@ MIN_DRAWN_LEN = 16
 
 
 class Lengths(NamedTuple):
-    """Lengths of a step's rows, without padding."""
+    """Lengths of a step's rows.
+
+    kind            equal, drawn or padded, as above
+    num_rows, mean  rows without padding, and their mean length
+    num_padding     rows of one position, of the kind padded
+    """
 
     kind: str
     num_rows: int

@@ -145,8 +145,8 @@ class EngineConfig:
     max_model_len            longest sequence, prompt and output, in tokens
     depth                    steps in flight, 1 or 2: 1 waits for each, 2 plans ahead of the device
     max_step_ms              longest step of prompts and running sequences together, predicted from
-                             step times that are measured at the start. At least an eighth of
-                             the prompt tokens that it has room for is computed, whatever the time
+                             step times that are measured at the start. A step computes at
+                             least an eighth of the prompt tokens that the token budget allows
     enable_prefix_caching    computed blocks may be shared by later requests with the same prefix
     seed                     64-bit seed for requests that bring none
     end_ids                  end tokens of the checkpoint besides the model's `eos_token()`
@@ -155,7 +155,7 @@ class EngineConfig:
     session_ttl_s            seconds of a pause after which a session expires
     max_sessions             most open sessions of one tenant; beyond it the longest-paused one
                              closes. 0: there are no sessions
-    mixed_costs              by which `max_step_ms` is kept; None: steps are not bounded
+    mixed_costs              measured step times for `max_step_ms`; None: steps are not bounded
     """
 
     num_blocks: int = 1024

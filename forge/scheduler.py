@@ -571,7 +571,7 @@ class Scheduler:
         if not prefilling:
             self._plan_decodes(rows, decodes, budget - len(decodes))
             return rows
-        budget = min(budget, self._bounded_budget(decodes, prefilling))
+        budget = self._bounded_budget(decodes, prefilling)
         split = self.policy_calls.split(budget, len(decodes), prefilling)
         num_spent = split.num_decodes + sum(split.chunks)
         self._plan_decodes(rows, decodes[: split.num_decodes], budget - num_spent)

@@ -9,8 +9,8 @@ integers, so equal inputs give equal decisions on every machine.
        │───┘                      └ the largest step within the bound: a graph is filled
        └──────────────────────────────────    tokens of the step
 
-Always true: while prompts wait, a step computes at least 1 / MIN_SHARE of the tokens that the token
-budget allows it. So prompts advance under every bound, also under one that decodes alone exceed.
+Always true: while prompts wait, a step computes at least 1 / MIN_TOKENS_DIVISOR of the tokens that
+the token budget allows. So prompts advance under every bound, also one that decodes alone exceed.
 
 Agrawal et al. 2024 (Sarathi-Serve): a token budget from a latency objective.
 """
@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from forge.config import MixedStepCosts
 
-MIN_SHARE = 8
-"""A step computes at least 1 / MIN_SHARE of what it may compute: see wiki/Scheduling.md."""
+MIN_TOKENS_DIVISOR = 8
+"""A step computes at least what the budget allows, divided by this: see wiki/Scheduling.md."""
 
 
 class PendingPrompt(NamedTuple):
@@ -45,7 +45,7 @@ def max_prompt_tokens(
 
     num_decode_positions   positions before all decode rows together
 
-    At least 1 / MIN_SHARE of the pending tokens, and as many more as take no longer than these.
+    At least 1 / MIN_TOKENS_DIVISOR of the pending tokens, and as many more as take no longer.
     O(log(tokens) * prompts).
     """
     num_pending = sum(prompt.num_pending for prompt in prompts)
@@ -54,7 +54,7 @@ def max_prompt_tokens(
         pairs = count_pairs(prompts, num_tokens)
         return predict_step_us(costs, num_decodes + num_tokens, num_decode_positions, pairs)
 
-    least = -(-num_pending // MIN_SHARE)
+    least = -(-num_pending // MIN_TOKENS_DIVISOR)
     limit_us = max(max_step_us, step_us(least))
     # A larger step never takes less time, so a binary search finds the largest.
     first_too_long = bisect_left(range(num_pending + 1), True, key=lambda n: step_us(n) > limit_us)

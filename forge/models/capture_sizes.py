@@ -44,8 +44,7 @@ MAX_GRAPH_PREFILL_ROWS = 4
 """Most rows of more than one token in a captured step of MIXED_CAPTURE_SIZES that uses FA3."""
 
 LARGE_GRAPH_ROW_TOKENS = 64
-"""Mean tokens of a longer row in a captured step of LARGE_CAPTURE_SIZES, or more: FA3 computes it.
-"""
+"""Tokens of a captured step of LARGE_CAPTURE_SIZES for each longer row that it has room for."""
 
 NO_CONTEXT_MAX_TOKENS = 128
 """Tokens of a captured step up to which FA3 takes longer rows only if all start at position 0."""

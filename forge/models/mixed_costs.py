@@ -20,7 +20,7 @@ from forge.request import SamplingParams
 from forge.seam import Bind, Model, Row, StepPlan
 
 MAX_TIMED_TOKENS = 2049
-"""Most tokens of a timed step. A larger step takes time in proportion."""
+"""Most tokens of a timed step: a graph of 2,048 ends. A larger step takes time in proportion."""
 
 CHUNK_LEN, CONTEXT_LEN = 256, 2048
 """Tokens of the chunk, and positions before rows, of the steps that time attention."""
@@ -36,6 +36,7 @@ class _PlanBuilder:
 
     def __init__(self, config: EngineConfig, num_slots: int, slot_len: int) -> None:
         self._config = config
+        self._slot_len = slot_len
         self.blocks_per_slot = -(-slot_len // config.block_size)
         self._num_slots = num_slots
         self._steps = count(-(2**40))
@@ -43,9 +44,11 @@ class _PlanBuilder:
     @property
     def fits(self) -> bool:
         """True where the cache, the batch and the longest sequence have room for the slots."""
-        num_blocks = self._num_slots * self.blocks_per_slot
+        config = self._config
         return (
-            num_blocks <= self._config.num_blocks and self._num_slots <= self._config.max_num_seqs
+            self._num_slots * self.blocks_per_slot <= config.num_blocks
+            and self._num_slots <= config.max_num_seqs
+            and self._slot_len < config.max_model_len
         )
 
     def bind_plan(self) -> StepPlan:
@@ -105,8 +108,7 @@ def measure_mixed_costs(model: Model, config: EngineConfig) -> MixedStepCosts:
 def _measure_attention(model: Model, config: EngineConfig) -> tuple[int, int]:
     """Return the times of a decode row's position in ns and of a query-key pair in ps."""
     plans = _PlanBuilder(config, 1 + NUM_DECODES, CONTEXT_LEN + CHUNK_LEN)
-    is_short = config.max_model_len <= CONTEXT_LEN + CHUNK_LEN
-    if is_short or not plans.fits or config.max_num_batched_tokens < NUM_DECODES + CHUNK_LEN:
+    if not plans.fits or config.max_num_batched_tokens < NUM_DECODES + CHUNK_LEN:
         return 0, 0
     model.forward(plans.bind_plan()).result()
     chunk_us = _median_step_us(model, plans, CHUNK_LEN, 0)

@@ -369,7 +369,7 @@ def _create_captured_forms(sizes: Sequence[int], most_rows: int) -> list[Capture
     These are few prefill rows alone, few prefill rows with separate decode rows, and any rows, in
     narrow and in wide graphs.
     """
-    max_tokens = MIXED_CAPTURE_SIZES[-1]  # A row has one at least.
+    max_tokens = MIXED_CAPTURE_SIZES[-1]  # Each row has a token, so this limits no rows.
     split_sizes = [size for size in sizes if size > SPLIT_DECODE_ABOVE_TOKENS]
     narrow_sizes = [size for size in sizes if size <= min(most_rows, MAX_MIXED_ROWS)]
     any_rows = GraphCondition(MAX_MIXED_ROWS, MAX_MIXED_ROWS, 0, MAX_MIXED_ROWS)

@@ -12,7 +12,7 @@ from forge.policy import POLICIES
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from forge.step_bound import (
-    MIN_SHARE,
+    MIN_TOKENS_DIVISOR,
     PendingPrompt,
     count_pairs,
     max_prompt_tokens,
@@ -113,7 +113,7 @@ def test_the_result_is_the_largest_within_the_bound(seed: int) -> None:
         return predict_step_us(costs, num_decodes + n, num_positions, count_pairs(prompts, n))
 
     pending = sum(each.num_pending for each in prompts)
-    least = -(-pending // MIN_SHARE)
+    least = -(-pending // MIN_TOKENS_DIVISOR)
     fitting = [n for n in range(pending + 1) if step_us(n) <= bound_us or n <= least]
     largest = max_prompt_tokens(costs, bound_us, prompts, num_decodes, num_positions)
     assert largest == max(n for n in range(pending + 1) if step_us(n) <= step_us(fitting[-1]))

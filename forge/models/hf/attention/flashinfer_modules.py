@@ -144,7 +144,9 @@ def may_have_modules() -> bool:
     except PackageNotFoundError:
         return False
     pattern = "batch_prefill*/batch_prefill*.so"
-    return any(folder.glob(f"*/cached_ops/{pattern}")) or any(_aot_folder().glob(pattern))
+    return any(folder.glob(f"*/cached_ops/{pattern}")) or any(
+        match for aot_folder in _aot_folders() for match in aot_folder.glob(pattern)
+    )
 
 
 def missing_tools() -> list[str]:
@@ -164,11 +166,11 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def _aot_folder() -> Path:
-    """Return the folder of the modules that an ahead-of-time build of FlashInfer contains."""
+def _aot_folders() -> list[Path]:
+    """Return the folders of the modules that an ahead-of-time build of FlashInfer contains."""
     spec = find_spec("flashinfer")
-    locations = (spec.submodule_search_locations if spec is not None else None) or ["flashinfer"]
-    return Path(locations[0], "data", "aot")
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    return [Path(folder, "data", "aot") for folder in folders]
 
 
 def _cache_folder() -> Path:
