@@ -3,7 +3,7 @@
 Owns the rows of a joined record of forge.bench.real_traffic. Formats are in bench/table_format.py.
 
     figures: cells ─► (cell, figure) ─► | 64 streams, top-p 0.95, tok/s | vLLM | forge | ratio |
-                                        docs/Performance.md   median (min to max) of the rounds
+                                        docs/Performance.md   median, and min to max of the rounds
                                         README.md             some rows, medians alone
 """
 
@@ -79,10 +79,15 @@ def label(of: Mapping[str, Entry], figure: str) -> str:
 
 
 def format_spread(entry: Entry | None, figure: str) -> str:
-    """Return the median with the least and the greatest round; a dash without an entry."""
+    """Return the median with the least and the greatest round; a dash without an entry.
+
+    One round has no spread.
+    """
     if entry is None:
         return "-"
     spread = entry["figures"][figure]
+    if entry["rounds"] == 1:
+        return format_value(spread["median"])
     low, high = format_value(spread["min"]), format_value(spread["max"])
     return f"{format_value(spread['median'])} ({low} to {high})"
 

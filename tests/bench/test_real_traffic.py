@@ -457,6 +457,13 @@ def test_the_table_has_both_engines_with_their_spreads_and_the_ratio(
     ]
 
 
+def test_one_round_has_no_spread(record: dict[str, Any]) -> None:
+    for each in record["figures"]["cells"]:
+        each["rounds"] = 1 if each["engine"] == "vllm" else 2
+    row = performance_tables.section("made", record)[8]
+    assert row == "| the cell top_p64, tok/s | 1,000 | 1,250 (1,125 to 1,375) | 1.25x |"
+
+
 def test_the_summary_has_the_medians_of_some_rows(record: dict[str, Any]) -> None:
     assert performance_tables.summary("made", record).splitlines() == [
         "|  | qwen3-4b: vLLM | qwen3-4b: forge | qwen3-4b: ratio |",
