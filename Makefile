@@ -22,10 +22,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # The quick ones of those that are there for the core: they reach all of it. `make test` runs these
 # and many more, which look for what goes wrong there and reach nothing else.
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
-  $(addprefix core/test_, acceptance blocks draft_length drafting policy proposers scheduler seam \
-    session_timers sessions sessions_hostile speculation speculation_edges step_bound \
+  $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache policy \
+    proposers scheduler seam session_timers sessions sessions_hostile speculation speculation_edges step_bound \
     structured_output uniform_steps) \
-  engine/test_engine engine/test_llm sim/test_fast_forward sim/test_replay sim/test_session_expiry))
+  engine/test_engine engine/test_llm engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry))
 
 # The files that have tests of a marker, unless ARGS names some: each worker collects no others.
 marked = $(if $(findstring tests/,$(ARGS)),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
@@ -167,7 +167,7 @@ $(VENV)/oldest.stamp: pyproject.toml constraints/oldest.txt | $(VENV)/made.stamp
 	@echo "Installing the oldest torch, transformers and forge's packages into $(VENV)/oldest, once."
 	$(BIN)/python -m venv $(VENV)/oldest
 	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints/oldest.txt \
-	  --editable '.[dev,hf]' apache-tvm-ffi==0.1.10 click einops ninja nvidia-ml-py requests tabulate
+	  --editable '.[dev,hf]' apache-tvm-ffi==0.1.10 cuda-bindings==13.3.1 click einops ninja nvidia-ml-py requests tabulate
 	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps flashinfer-python==0.6.14
 	@# Compiles what these import, once. Otherwise each worker of the tests would.
 	$(VENV)/oldest/bin/python -c "import forge.models.hf"

@@ -12,6 +12,8 @@ Every block is in exactly one place:
 
 Empty and cached blocks are free: `allocate` may return them. Blocks that are expected to be used
 again are protected, by their hashes; those that are not are demoted, to be evicted first.
+With a host pool, a dirty block is a published one that is to be stored there before it is evicted:
+others are evicted first.
 A cached block is published, a used one may be: its content is found again under the hash of its
 tokens and of everything before them. Only full blocks whose step has been committed are published.
 
@@ -22,7 +24,7 @@ here with BLAKE2b and a salt, so that a hash cannot be forged and salts share no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
@@ -68,6 +70,19 @@ def chain_hashes(parent: BlockHash, tokens: Sequence[int], block_size: int) -> l
     return hashes
 
 
+def blocks_of_prefix(
+    block_by_hash: Mapping[BlockHash, int], hashes: Iterable[BlockHash]
+) -> list[int]:
+    """Return the blocks of the longest prefix of `hashes` that the mapping has."""
+    blocks = []
+    for block_hash in hashes:
+        block = block_by_hash.get(block_hash)
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
 @dataclass(slots=True, eq=False)
 class BlockTable:
     """Blocks of one sequence in order, and how many of their positions are in use.
@@ -107,6 +122,9 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
         self._protected_blocks: OrderedDict[int, None] = OrderedDict()  # cached ones too
+        self._dirty: set[int] = set()  # blocks; never iterated over
+        self._dirty_cached_blocks: OrderedDict[int, None] = OrderedDict()
+        self._dirty_protected_blocks: OrderedDict[int, None] = OrderedDict()
         self._protected_hashes: set[BlockHash] = set()
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
@@ -116,21 +134,33 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` can return now: empty and cached ones."""
-        return len(self._empty_blocks) + self.num_cached_blocks
+        return (  # without a second property, since each step reads it several times
+            len(self._empty_blocks)
+            + len(self._cached_blocks)
+            + len(self._dirty_cached_blocks)
+            + len(self._protected_blocks)
+            + len(self._dirty_protected_blocks)
+        )
 
     @property
     def num_cached_blocks(self) -> int:
         """Blocks in no table whose content is kept."""
-        return len(self._cached_blocks) + len(self._protected_blocks)
+        return self.num_free_blocks - len(self._empty_blocks)
 
     @property
     def num_disposable_blocks(self) -> int:
         """Blocks that `allocate` returns before a protected one: empty and other cached blocks."""
-        return len(self._empty_blocks) + len(self._cached_blocks)
+        return len(self._empty_blocks) + len(self._cached_blocks) + len(self._dirty_cached_blocks)
+
+    @property
+    def num_dirty_cached_blocks(self) -> int:
+        """Cached blocks whose eviction loses what is to be stored in the host pool."""
+        return len(self._dirty_cached_blocks) + len(self._dirty_protected_blocks)
 
     def count_disposable(self, blocks: Iterable[int]) -> int:
         """Return how many of these published blocks are counted in `num_disposable_blocks`."""
-        return sum(block in self._cached_blocks for block in blocks)
+        disposable, dirty = self._cached_blocks, self._dirty_cached_blocks
+        return sum(block in disposable or block in dirty for block in blocks)
 
     @property
     def num_published_blocks(self) -> int:
@@ -140,7 +170,7 @@ class BlockPool:
     @property
     def free_blocks(self) -> list[int]:
         """Free blocks in the order in which `allocate` returns them."""
-        return [*reversed(self._empty_blocks), *self._cached_blocks, *self._protected_blocks]
+        return [*reversed(self._empty_blocks), *(b for each in self._cached_lists for b in each)]
 
     @property
     def num_used_blocks(self) -> int:
@@ -193,10 +223,10 @@ class BlockPool:
         """Allocate `count` blocks with one reference each, or return None and change nothing.
 
         Empty blocks are allocated first, then the least recently used cached block, which is
-        evicted; a protected one when no other is cached. O(count).
+        evicted; a dirty one when no other is cached, and protected ones last. O(count).
         """
         free, ref_counts = self._empty_blocks, self._ref_counts
-        num_free = len(free) + len(self._cached_blocks) + len(self._protected_blocks)
+        num_free = self.num_free_blocks
         if count > num_free:
             return None
         blocks = free[: -count - 1 : -1]
@@ -349,13 +379,7 @@ class BlockPool:
 
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Return the published blocks, used or cached, of the longest prefix of `hashes`."""
-        blocks = []
-        for block_hash in hashes:
-            block = self._block_by_hash.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return blocks_of_prefix(self._block_by_hash, hashes)
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
         """Let `lookup` find the block under `block_hash`.
@@ -369,6 +393,26 @@ class BlockPool:
             self._block_by_hash[block_hash] = block
             self._hash_by_block[block] = block_hash
 
+    def mark_dirty(self, block_hash: BlockHash) -> None:
+        """Let the block that is published under the hash, if any, be stored before it is evicted.
+
+        A cached block then counts as just used.
+        """
+        block = self._block_by_hash.get(block_hash)
+        if block is not None and block not in self._dirty:
+            self._set_dirty(block, is_dirty=True)
+
+    def mark_clean(self, block: int) -> None:
+        """Let a dirty block be evicted before those that are dirty still: it is being stored."""
+        self._set_dirty(block, is_dirty=False)
+
+    def next_dirty_block(self) -> int | None:
+        """Return the cached dirty block that would be evicted first, or None."""
+        for blocks in (self._dirty_cached_blocks, self._dirty_protected_blocks):
+            if blocks:
+                return next(iter(blocks))
+        return None
+
     def protect(self, hashes: Sequence[BlockHash]) -> None:
         """Evict blocks of these hashes only when no other is cached, until `unprotect`.
 
@@ -379,31 +423,38 @@ class BlockPool:
         for block_hash in reversed(hashes):
             block = self._block_by_hash.get(block_hash)
             if block is not None and not self._ref_counts[block]:
-                self._cached_blocks.pop(block, None)
-                self._protected_blocks[block] = None
-                self._protected_blocks.move_to_end(block)
+                is_dirty = block in self._dirty
+                unprotected = self._dirty_cached_blocks if is_dirty else self._cached_blocks
+                unprotected.pop(block, None)
+                protected = self._cached_list(block)
+                protected[block] = None
+                protected.move_to_end(block)
 
     def unprotect(self, hashes: Sequence[BlockHash], *, demote: bool = False) -> None:
         """Evict blocks of these hashes as others again, the last one first.
 
-        demote   the cached ones are evicted before all others; otherwise they count as just used
+        demote   the cached ones are evicted before all others, and are not stored; otherwise they
+                 count as just used
         """
         self._protected_hashes.difference_update(hashes)
         blocks = [self._block_by_hash.get(block_hash, NO_BLOCK) for block_hash in hashes]
         for block in reversed(blocks):
-            if block in self._protected_blocks:
-                del self._protected_blocks[block]
-                self._cached_blocks[block] = None
+            for protected in (self._protected_blocks, self._dirty_protected_blocks):
+                if block in protected:
+                    del protected[block]
+                    self._cached_list(block)[block] = None
         for block in blocks if demote else ():
+            if block in self._dirty_cached_blocks:
+                self.mark_clean(block)
             if block in self._cached_blocks:
                 self._cached_blocks.move_to_end(block, last=False)
 
     def reset_cache(self) -> None:
         """Unpublish every block. Used blocks stay in their tables, cached ones become empty."""
-        self._empty_blocks += reversed(self._protected_blocks)
-        self._empty_blocks += reversed(self._cached_blocks)
-        self._cached_blocks.clear()
-        self._protected_blocks.clear()
+        for cached in reversed(self._cached_lists):
+            self._empty_blocks += reversed(cached)
+            cached.clear()
+        self._dirty.clear()
         self._block_by_hash.clear()
         self._hash_by_block.clear()
 
@@ -416,7 +467,7 @@ class BlockPool:
         num_held = sum(1 for count in self._ref_counts[num_blocks:] if count)
         if num_held:
             raise BlocksInUse(num_blocks, num_held)
-        for cached in (self._cached_blocks, self._protected_blocks):
+        for cached in self._cached_lists:
             for block in [b for b in cached if b >= num_blocks]:
                 del cached[block]
                 self._unpublish(block)
@@ -431,17 +482,46 @@ class BlockPool:
 
     def _cached_list(self, block: int) -> OrderedDict[int, None]:
         """Return the list in which a published block is, or is to be, while no table has it."""
+        is_dirty = block in self._dirty
         if self._protected_hashes and self._hash_by_block[block] in self._protected_hashes:
-            return self._protected_blocks
-        return self._cached_blocks
+            return self._dirty_protected_blocks if is_dirty else self._protected_blocks
+        return self._dirty_cached_blocks if is_dirty else self._cached_blocks
+
+    def _set_dirty(self, block: int, *, is_dirty: bool) -> None:
+        """Change whether a published block is dirty, and its list while it is cached."""
+        is_cached = not self._ref_counts[block]
+        if is_cached:
+            self._cached_list(block).pop(block)
+        if is_dirty:
+            self._dirty.add(block)
+        else:
+            self._dirty.remove(block)
+        if is_cached:
+            self._cached_list(block)[block] = None
+
+    @property
+    def _cached_lists(self) -> tuple[OrderedDict[int, None], ...]:
+        """The lists of cached blocks in the order in which they are evicted."""
+        return (
+            self._cached_blocks,
+            self._dirty_cached_blocks,
+            self._protected_blocks,
+            self._dirty_protected_blocks,
+        )
 
     def _evict(self) -> int:
         # Leaving the cache and losing the hash are one operation: no lookup finds a reused block.
-        cached = self._cached_blocks or self._protected_blocks
+        cached = (
+            self._cached_blocks
+            or self._dirty_cached_blocks
+            or self._protected_blocks
+            or self._dirty_protected_blocks
+        )
         block, _ = cached.popitem(last=False)
         self._unpublish(block)
         self.num_evictions += 1
         return block
 
     def _unpublish(self, block: int) -> None:
+        self._dirty.discard(block)
         del self._block_by_hash[self._hash_by_block.pop(block)]

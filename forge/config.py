@@ -134,6 +134,101 @@ class Speculation:
             )
 
 
+class LoadCosts(NamedTuple):
+    """Times by which an idle engine loads a prefix from the host pool or computes it.
+
+    Nanoseconds, as integers: a replay decides the same.
+
+    load_ns         of a load, whatever its size
+    load_block_ns   of each block loaded
+    token_ns        of computing one prompt token while nothing else runs
+    """
+
+    load_ns: int
+    load_block_ns: int
+    token_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskTier:
+    """Choices about files of blocks, which host blocks are written to and read from.
+
+    max_files        most files that are remembered
+    max_moves        most files that are written and read at a time; half of them, rounded up, are
+                     written at most
+    max_wait_plans   plans after which files that are written or read are given up
+    fetch_block_ns   nanoseconds of reading a file, where LoadCosts are given
+    """
+
+    max_files: int
+    max_moves: int = 64
+    max_wait_plans: int = 100
+    fetch_block_ns: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_files": (0, 2**40),
+            "max_moves": (1, MAX_GEOMETRY["num_blocks"]),
+            "max_wait_plans": (1, 2**40),
+            "fetch_block_ns": (0, 2**40),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise InvalidConfig(
+                    "disk", f"{name} {value!r} is not an integer from {low} to {high}", "Give one"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTier:
+    """Choices about the host pool: blocks in host memory, for what leaves the device.
+
+    num_blocks          blocks of the host pool
+    max_moved_blocks    most blocks that a plan stores, and most that it loads while other sequences
+                        compute; None: no limit
+    min_clean_percent   share of the device's blocks that should be free without a loss; below it
+                        blocks are stored
+    min_touches         times that a block is computed or used before it is stored
+    min_loaded_blocks   shorter runs are computed
+    costs               by which an idle engine loads or computes; None: it loads
+    disk                files of host blocks; None: there are none
+    """
+
+    num_blocks: int
+    max_moved_blocks: int | None = 32
+    min_clean_percent: int = 12
+    min_touches: int = 2
+    min_loaded_blocks: int = 1
+    costs: LoadCosts | None = None
+    disk: DiskTier | None = None
+
+    def __post_init__(self) -> None:
+        max_blocks = MAX_GEOMETRY["num_blocks"]
+        limits = {
+            "num_blocks": (0, max_blocks),
+            "max_moved_blocks": (1, max_blocks),
+            "min_clean_percent": (0, 100),
+            "min_touches": (1, 2),
+            "min_loaded_blocks": (1, max_blocks),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if name == "max_moved_blocks" and value is None:
+                continue
+            if type(value) is not int or not low <= value <= high:
+                raise InvalidConfig(
+                    "host_tier",
+                    f"{name} {value!r} is not an integer from {low} to {high}",
+                    f"Give {max(low, 1)}, say",
+                )
+        costs = self.costs
+        if costs is not None and any(type(ns) is not int or ns < 0 for ns in costs):
+            raise InvalidConfig(
+                "host_tier", f"{costs} are not nanoseconds", "Give integers of 0 or more"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Numbers that stay fixed while an engine runs, except `num_blocks`, which can be resized.
@@ -156,6 +251,7 @@ class EngineConfig:
     max_sessions             most open sessions of one tenant; beyond it the longest-paused one
                              closes. 0: there are no sessions
     mixed_costs              measured step times for `max_step_ms`; None: steps are not bounded
+    host_tier                pool of blocks in host memory; None: there is none
     """
 
     num_blocks: int = 1024
@@ -173,6 +269,7 @@ class EngineConfig:
     max_sessions: int = 1024
     max_step_ms: float | None = None
     mixed_costs: MixedStepCosts | None = None
+    host_tier: HostTier | None = None
 
     def __post_init__(self) -> None:
         for name, max_value in MAX_GEOMETRY.items():
@@ -216,6 +313,12 @@ class EngineConfig:
         if type(self.enable_prefix_caching) is not bool:
             raise InvalidConfig(
                 "enable_prefix_caching", f"{self.enable_prefix_caching!r} is no boolean", "Give one"
+            )
+        if self.host_tier is not None and not self.enable_prefix_caching:
+            raise InvalidConfig(
+                "host_tier",
+                "host blocks are found by their prefix, and enable_prefix_caching is False",
+                "Enable it, or leave host_tier out",
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(

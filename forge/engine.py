@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Protocol
 
-from forge.config import EngineConfig
+from forge.config import MAX_GEOMETRY, EngineConfig
 from forge.drafting import create_drafter
 from forge.errors import DuplicateRequest, ForgeError, InvalidConfig, InvalidRequest
 from forge.feedback_queue import QueueLevel
@@ -25,7 +25,7 @@ from forge.policy import FCFS, Policy
 from forge.proposers import Proposer
 from forge.request import Delta, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
-from forge.seam import Model, PendingStep, StepOutput, StepPlan
+from forge.seam import Model, PendingStep, StepOutput, StepPlan, executes_moves
 from forge.sequence import GrammarMatcher, StopChecker
 from forge.sessions import SessionKey
 from forge.tokenizer import StopStringDetokenizer, Tokenizer, Vocabulary
@@ -112,6 +112,14 @@ class Recorder(Protocol):
         """Record that the prefix cache was reset."""
         ...
 
+    def record_resize(self, num_blocks: int | None, num_host_blocks: int | None) -> None:
+        """Record the new sizes of the pools; None: unchanged."""
+        ...
+
+    def record_disk_keys(self, keys: Sequence[bytes]) -> None:
+        """Record the keys of the files that are there at the start."""
+        ...
+
     def record_end_session(self, key: SessionKey) -> None:
         """Record that a client ended a session."""
         ...
@@ -157,6 +165,12 @@ class Engine:
                     f"{token} is not below the vocabulary size {model.vocab_size()}",
                     "Give ids of this model",
                 )
+        if config.host_tier is not None and not executes_moves(model):
+            raise InvalidConfig(
+                "host_tier",
+                "this model has no pool of blocks in host memory",
+                "Leave host_tier out, or use a model that executes moves",
+            )
         self.model = model
         self.config = config
         self.tokenizer = tokenizer
@@ -253,6 +267,20 @@ class Engine:
         if self._recorder is not None:
             self._recorder.record_abort(request_id)
 
+    def add_disk_keys(self, keys: Sequence[bytes]) -> None:
+        """Let sequences fetch blocks of these keys from files, the one used longest ago first.
+
+        Call it before the first request, with the keys of the files that are there. Raises
+        InvalidConfig for an engine without a disk tier.
+        """
+        if self.config.host_tier is None or self.config.host_tier.disk is None:
+            raise InvalidConfig(
+                "host_tier", "this engine has no disk tier for keys of files", "Set HostTier.disk"
+            )
+        self.scheduler.disk_cache.add_keys(keys)
+        if self._recorder is not None:
+            self._recorder.record_disk_keys(keys)
+
     def end_session(self, key: SessionKey) -> bool:
         """End a session for its client, and return whether it was open.
 
@@ -274,8 +302,42 @@ class Engine:
             self._recorder.record_expire_session(key, last_turn)
         return has_expired
 
+    def resize(self, num_blocks: int | None = None, num_host_blocks: int | None = None) -> None:
+        """Resize the pool on the device, the host pool or both, from the next plan on.
+
+        Sequences that hold or load a removed block are preempted. Raises NeverFits, or
+        InvalidConfig, and changes nothing then. A model may have memory for
+        `config.num_blocks` blocks only: it fails at the next plan with more.
+        """
+        max_blocks = MAX_GEOMETRY["num_blocks"]
+        for name, value, least in (
+            ("num_blocks", num_blocks, 1),
+            ("num_host_blocks", num_host_blocks, 0),
+        ):
+            if value is not None and (type(value) is not int or not least <= value <= max_blocks):
+                raise InvalidConfig(
+                    name,
+                    f"{str(value)[:32]} is not an integer from {least} to {max_blocks}",
+                    "Give one",
+                )
+        if num_host_blocks is not None and self.config.host_tier is None:
+            raise InvalidConfig(
+                "num_host_blocks",
+                "this engine has no host pool to resize",
+                "Start it with kv_host_gib, or leave this out",
+            )
+        if num_blocks is not None:
+            self.scheduler.resize(num_blocks)
+        if num_host_blocks is not None:
+            self.scheduler.resize_host(num_host_blocks)
+        if self._recorder is not None:
+            self._recorder.record_resize(num_blocks, num_host_blocks)
+
     def reset_prefix_cache(self) -> None:
-        """Share nothing computed so far with later requests."""
+        """Share nothing computed so far with later requests, in any tier.
+
+        Files stay in their folder. This engine does not read them, and a later one does.
+        """
         self.scheduler.reset_prefix_cache()
         if self._recorder is not None:
             self._recorder.record_reset()

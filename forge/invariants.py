@@ -29,8 +29,15 @@ Blocks
     I11  Resetting the prefix cache frees no used block.
     I12  Releasing a table or aborting a request twice has the effect of once.
     I13  Reported figures equal the recount: used + free = num_blocks, 0 <= usage_ratio <= 1.
-    I14 to I17 are reserved for KV tiers: one writer a key; moves keep content; failed moves leak
-         nothing; budgets hold at every instant.
+    I14  A host block is free, reserved for a store or a fetch, or held. A hash is in the host pool
+         at most once, and is not dirty on the device then.
+    I15  Moves keep content: a held host block has the tokens of its hash, and a loaded block what a
+         recompute would write.
+    I16  Pinned are the host blocks that running sequences have yet to load, and those of spills in
+         flight. Storing are those that plans in flight store to, except what a reset or resize has
+         dropped.
+    I17  Moves stay within the budget of a plan and the sizes of both pools, and no row or copy
+         touches a block that its own plan moves.
 Sequences
     I18  A live sequence is either waiting or running, and belongs to one open request.
     I19  Every choice ends with exactly one finish reason, and no token follows it.
@@ -38,8 +45,8 @@ Sequences
          is empty, and every block and slot is free.
     I21  A plan has at most max_num_batched_tokens tokens and max_num_seqs rows, each sequence and
          slot once. At most `depth` plans are in flight.
-    I22  Committed positions plus positions in flight are the table's tokens. They fall only by
-         preemption or rejected drafts.
+    I22  Committed positions plus positions in flight are the table's tokens, loaded ones included.
+         They fall only by preemption or rejected drafts.
     I23  A waiting sequence has no slot and no block. A running one has blocks for its tokens, and
          no more than it can ever need.
     I24  A step that preempts admits nothing. Where something can be computed something is planned.
@@ -81,8 +88,9 @@ from collections import Counter
 from forge.blocks import BlockPool, chain_hash, root_hash
 from forge.drafting import ModelDrafter
 from forge.engine import Engine
+from forge.host_cache import HostCache
 from forge.scheduler import Scheduler
-from forge.seam import DraftRef, Row, StepPlan, TokenRef
+from forge.seam import DraftRef, HostLoad, HostStore, Row, StepPlan, TokenRef
 from forge.sequence import Sequence
 from forge.sessions import SessionKey
 
@@ -94,6 +102,7 @@ def audit(subject: Engine | Scheduler) -> None:
     """Assert that what scheduler and pools keep equals a count from scratch."""
     scheduler = subject.scheduler if isinstance(subject, Engine) else subject
     audit_pool(scheduler.pool)
+    _audit_host(scheduler)
     if isinstance(scheduler.drafter, ModelDrafter):
         audit_pool(scheduler.drafter.pool)
         assert scheduler.drafter.pool.tables.keys() == scheduler.drafter.seq_ids
@@ -114,6 +123,8 @@ def audit_drained(subject: Engine | Scheduler) -> None:
     assert not scheduler.waiting and not scheduler.running and not scheduler.requests
     assert not scheduler.sequences and not scheduler._prefilling and not scheduler.ledger
     assert not scheduler.prefix_cache.blocks_in_progress
+    assert not scheduler.host_cache._to_load and not scheduler.host_cache._storing
+    assert not scheduler.disk_cache._requests and not scheduler.disk_cache._fetched_by
     assert not pool.tables and pool.num_used_blocks == 0 and pool.num_free_blocks == pool.num_blocks
     assert pool.num_unused_positions == 0
     assert scheduler.num_free_slots == scheduler.config.max_num_seqs
@@ -123,10 +134,18 @@ def audit_drained(subject: Engine | Scheduler) -> None:
 
 def audit_pool(pool: BlockPool) -> None:
     """Assert that tables, cache and counts agree on every block (I1 to I3, I5, I13)."""
-    free, cached = pool._empty_blocks, [*pool._cached_blocks, *pool._protected_blocks]
+    clean = [*pool._cached_blocks, *pool._protected_blocks]
+    dirty = [*pool._dirty_cached_blocks, *pool._dirty_protected_blocks]
+    free, cached = pool._empty_blocks, clean + dirty
     # I44
-    assert all(pool._hash_by_block[b] in pool._protected_hashes for b in pool._protected_blocks)
-    assert not any(pool._hash_by_block[b] in pool._protected_hashes for b in pool._cached_blocks)
+    protected = [*pool._protected_blocks, *pool._dirty_protected_blocks]
+    assert all(pool._hash_by_block[b] in pool._protected_hashes for b in protected)
+    assert not any(
+        pool._hash_by_block[b] in pool._protected_hashes
+        for b in (*pool._cached_blocks, *pool._dirty_cached_blocks)
+    )
+    assert pool._dirty.issuperset(dirty) and pool._dirty.isdisjoint(clean)
+    assert pool._hash_by_block.keys() >= pool._dirty
     references = Counter(block for table in pool.tables.values() for block in table.blocks)
     # Free, cached and held ids together name every id once: a partition.
     assert sorted([*free, *cached, *references]) == list(range(pool.num_blocks))
@@ -145,6 +164,60 @@ def audit_pool(pool: BlockPool) -> None:
     for table in pool.tables.values():
         assert len(set(table.blocks)) == len(table.blocks)
         assert table.capacity == len(table.blocks) * pool.block_size >= table.num_tokens >= 0
+
+
+def _audit_host(scheduler: Scheduler) -> None:
+    """Assert that host blocks, pins and stores agree with sequences and the ledger (I14, I16)."""
+    host, pool = scheduler.host_cache, scheduler.pool
+    held, storing, size = host._hash_by_block, host._storing, pool.block_size
+    disk = scheduler.disk_cache
+    fetching = {b: x.block_hash for b, x in disk._moves.items() if x.is_fetch}
+    spilling = {b: x.block_hash for b, x in disk._moves.items() if not x.is_fetch}
+    reserved = [*storing, *fetching]
+    assert sorted([*host._free_blocks, *held, *reserved]) == list(range(host.num_blocks))
+    assert {h: b for b, h in held.items()} == host._block_by_hash
+    unpinned = [*host._unpinned_blocks, *host._redundant_blocks]
+    assert sorted([*unpinned, *host._pins]) == sorted(held)
+    hashes = [*(each.block_hash for each in storing.values()), *fetching.values()]
+    assert host._reserved_hashes == set(hashes) and len(host._reserved_hashes) == len(hashes)
+    assert host._reserved_hashes.isdisjoint(host._block_by_hash)
+    assert disk._fetching == set(fetching.values())
+    assert all(held[block] == block_hash for block, block_hash in spilling.items())
+    assert all(held[block] == block_hash for block, block_hash in host.unspilled_blocks.items())
+    assert disk._fetched_by.keys() <= {s.id for s in scheduler.waiting}
+    host_tier = scheduler.config.host_tier
+    disk_tier = None if host_tier is None else host_tier.disk
+    if disk_tier is None:
+        assert not (disk._moves or disk._keys or host.unspilled_blocks)
+    else:
+        assert len(disk._moves) <= disk_tier.max_moves
+        assert len(spilling) <= -(-disk_tier.max_moves // 2)
+        assert len(disk._keys) <= disk_tier.max_files
+    for block in pool._dirty:
+        assert pool._hash_by_block[block] not in host._block_by_hash
+        assert pool._hash_by_block[block] not in host._reserved_hashes
+    stores = {(move.host_block, plan.step) for plan in scheduler.ledger for move in plan.stores}
+    assert {(block, each.step) for block, each in storing.items()} <= stores
+    assert host._to_load.keys() == host._num_planned.keys() <= scheduler.running.keys()
+    pins = [*spilling, *(block for blocks in host._to_load.values() for block in blocks)]
+    assert host._pins == Counter(pins)
+    in_flight = [load for plan in scheduler.ledger for load in plan.loads]
+    for i, host_blocks in host._to_load.items():
+        s = scheduler.running[i]
+        planned = [x for x in in_flight if (x.seq_id, x.epoch) == (i, s.epoch)]
+        assert len(planned) == host._num_planned[i] <= len(host_blocks)
+        assert [x.host_block for x in planned] == list(host_blocks)[: len(planned)]
+        first = s.num_committed // size
+        chain = chain_of(scheduler, s)[1 + first :][: len(host_blocks)]
+        assert [held[block] for block in host_blocks] == chain
+        blocks = s.table.blocks[first : first + len(host_blocks)]
+        assert [x.block for x in planned] == blocks[: len(planned)]
+        assert all(pool.ref_count(b) == 1 and pool.hash_of(b) is None for b in blocks)
+        loaded_end = (first + len(planned)) * size
+        assert loaded_end < len(s.tokens) and loaded_end <= s.table.num_tokens
+        if len(planned) < len(host_blocks):  # then no row is planned
+            assert s.table.num_tokens == loaded_end and s.num_synced_blocks == 0
+            assert scheduler.is_prefilling(s)
 
 
 def _audit_queues(scheduler: Scheduler) -> None:
@@ -189,6 +262,8 @@ def _audit_sequences(scheduler: Scheduler) -> None:
     for plan in scheduler.ledger:
         for row in plan.rows:
             num_positions[row.seq_id, row.epoch] += row.end - row.start
+        for load in plan.loads:
+            num_positions[load.seq_id, load.epoch] += pool.block_size
     for i, s in scheduler.sequences.items():
         assert s.bind.prompt_len <= len(s.tokens) + len(in_flight.get(i, ())) <= s.max_len
         assert s.num_output == 0 or len(s.tokens) < s.max_len, "a complete output continues"
@@ -282,12 +357,13 @@ def chain_of(scheduler: Scheduler, sequence: Sequence) -> list[bytes]:
     return hashes
 
 
-def snapshot(subject: Scheduler | BlockPool) -> str:
+def snapshot(subject: Scheduler | BlockPool | HostCache) -> str:
     """Return all state as text: equal texts when nothing has changed."""
     if isinstance(subject, Scheduler):
         parts = (subject.prefix_cache.blocks_in_progress, subject.gate.sequences.keys())
-        return f"{vars(subject)} {parts} {snapshot(subject.pool)}"
-    return str(vars(subject))
+        pools = f"{snapshot(subject.pool)} {snapshot(subject.host_cache)}"
+        return f"{vars(subject)} {parts} {pools}"
+    return str({name: value for name, value in vars(subject).items() if name != "_pool"})
 
 
 class PlanAudit:
@@ -312,7 +388,7 @@ class PlanAudit:
         assert self._step < plan.step == scheduler.ledger[-1].step
         self._step = plan.step
         assert plan.num_tokens <= config.max_num_batched_tokens
-        assert plan.rows or plan.copies
+        assert plan.rows or plan.copies or plan.loads or scheduler.disk_cache.is_fetching
         assert len(plan.rows) <= config.max_num_seqs
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
@@ -320,6 +396,7 @@ class PlanAudit:
         for source, target in plan.copies:
             assert scheduler.pool.ref_count(source) and scheduler.pool.ref_count(target) == 1
             assert scheduler.pool.hash_of(target) is None
+        self._check_moves(plan)
         self._check_drafts(plan)
         coming = tokens_in_flight(scheduler)
         for row in plan.rows:
@@ -365,6 +442,48 @@ class PlanAudit:
         for block in s.table.blocks[row.start // pool.block_size : pool.num_blocks_for(row.end)]:
             assert pool.ref_count(block) == 1, f"row {row} writes into shared block {block}"
             assert pool.hash_of(block) is None, f"row {row} writes into published block {block}"
+
+    def _check_moves(self, plan: StepPlan) -> None:
+        """Assert that moves keep the budget, and move what no row or copy touches (I15, I17)."""
+        scheduler, pool, host = self._scheduler, self._scheduler.pool, self._scheduler.host_cache
+        assert plan.num_host_blocks == host.num_blocks
+        host_tier = scheduler.config.host_tier
+        if host_tier is None:
+            assert not (plan.stores or plan.loads or plan.num_host_blocks)
+            return
+        max_blocks = host_tier.max_moved_blocks or host.num_blocks + pool.num_blocks
+        assert len(plan.stores) <= max_blocks
+        loading = {load.seq_id for load in plan.loads}
+        assert len(plan.loads) <= max_blocks or loading == scheduler.running.keys()
+        moves: list[HostStore | HostLoad] = [*plan.stores, *plan.loads]
+        for ids, num_ids in (
+            ([move.block for move in moves], pool.num_blocks),
+            ([move.host_block for move in moves], host.num_blocks),
+        ):
+            assert len(set(ids)) == len(ids) and all(0 <= each < num_ids for each in ids)
+        moved = {move.block for move in moves}
+        assert moved.isdisjoint(block for copy in plan.copies for block in copy)
+        for row in plan.rows:
+            blocks = scheduler.running[row.seq_id].table.blocks[: pool.num_blocks_for(row.end)]
+            assert moved.isdisjoint(blocks), f"{row} touches a block that moves"
+        for block, host_block in plan.stores:
+            assert not pool.ref_count(block) and pool.hash_of(block) is not None
+            assert host._storing[host_block] == (plan.step, pool.hash_of(block))
+        files = [file.host_block for file in (*plan.spills, *plan.fetches)]
+        assert len(set(files)) == len(files)
+        written = {move.host_block for move in plan.stores} | {f.host_block for f in plan.fetches}
+        assert len(written) == len(plan.stores) + len(plan.fetches)
+        assert written.isdisjoint(move.host_block for move in plan.loads)
+        assert written.isdisjoint(file.host_block for file in plan.spills)
+        for block, move in scheduler.disk_cache._moves.items():
+            assert move.step == plan.step or block not in written | {
+                f.host_block for f in plan.spills
+            }
+            if move.is_fetch:
+                assert block not in {load.host_block for load in plan.loads}
+        assert plan.file_epoch == scheduler.disk_cache.epoch
+        for load in plan.loads:  # `audit` checks blocks and hashes
+            assert host._pins[load.host_block] and scheduler.running[load.seq_id].slot is not None
 
     def _check_drafts(self, plan: StepPlan) -> None:
         """Assert that the draft model's plans fold to its tables and write to own blocks (I4)."""
@@ -415,6 +534,7 @@ def describe_states(scheduler: Scheduler, request_id: int) -> list[str]:
             name = "preempted" if s.epoch else "waiting"
         else:
             name = "filling" if scheduler.is_prefilling(s) else "decoding"
+            name = "loading" if s.id in scheduler.host_cache.loading_seq_ids else name
         if drafts[s.id, s.epoch]:
             name += ", drafts in flight"
         elif s.id in in_flight:

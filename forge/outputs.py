@@ -15,7 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from forge.request import Delta, Request, SamplingParams, TokenLogprob
+from forge.request import (
+    NOTHING_CACHED,
+    CachedTokens,
+    Delta,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from forge.tokenizer import StopStringDetokenizer, Tokenizer
 
 
@@ -25,6 +32,7 @@ class TextDelta(NamedTuple):
     text            text that is certain now; "" while a character or a stop string is incomplete
     finish_reason   "stop", "length", "abort" or "error" in the last delta of a choice, else None
     error           what went wrong when finish_reason is "error"
+    cached_tokens   those of the prompt, in the last delta of the choice that ran first
     """
 
     choice: int
@@ -34,6 +42,7 @@ class TextDelta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    cached_tokens: CachedTokens = NOTHING_CACHED
 
 
 @dataclass(slots=True)
@@ -58,11 +67,15 @@ class ChoiceOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its continuations. `text` and the other shortcuts are the first choice's."""
+    """A prompt and its continuations. `text` and the other shortcuts are the first choice's.
+
+    cached_tokens   tokens of the prompt that were in a cache, by tier
+    """
 
     prompt_token_ids: list[int]
     choices: list[ChoiceOutput]
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: CachedTokens = NOTHING_CACHED
 
     @classmethod
     def empty(cls, request: Request) -> Self:
@@ -93,6 +106,7 @@ class RequestOutput:
         """Add the delta to its choice."""
         self.choices[delta.choice].append(delta)
         self.prompt_logprobs += delta.prompt_logprobs
+        self.cached_tokens = self.cached_tokens.plus(delta.cached_tokens)
 
 
 class OutputProcessor:
@@ -128,6 +142,7 @@ class OutputProcessor:
             delta.logprobs,
             delta.prompt_logprobs,
             delta.error,
+            delta.cached_tokens,
         )
 
     def finish(self, finish_reason: str, error: str | None) -> list[TextDelta]:
@@ -182,6 +197,7 @@ class OutputBatch:
                 output.prompt_logprobs += delta.prompt_logprobs
             if delta.finish is not None:
                 choice.finish_reason, choice.error = delta.finish.value, delta.error
+                output.cached_tokens = output.cached_tokens.plus(delta.cached_tokens)
                 self._finish(choice, delta)
 
     def _finish(self, choice: ChoiceOutput, last: Delta) -> None:
@@ -242,5 +258,6 @@ def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
             old.logprobs + new.logprobs,
             old.prompt_logprobs + new.prompt_logprobs,
             new.error,
+            new.cached_tokens,
         )
     return list(by_choice.values())

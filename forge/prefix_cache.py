@@ -1,19 +1,21 @@
 """Prefix cache: which blocks a sequence can start on, and which it should wait for.
 
 Owns the hashes of sequences and the list of blocks in progress. Knows no queue or plan. The
-BlockPool owns the blocks and finds them by hash.
+BlockPool owns the blocks and finds them by hash, the HostCache those in host memory.
 
     a new sequence      [ cached | cached | in progress | ... ]
                           starts on these   waits for the commit of this one, then starts on it too
 
-Always true: a block in progress belongs to a running sequence that will compute it. It leaves the
-list when that step is committed or the sequence stops running. So waiting for it ends at a commit.
+Always true: a block in progress belongs to a running sequence that will compute or load it. It
+leaves the list when that step is committed or the sequence stops running. So waiting for it ends at
+a commit.
 """
 
 from __future__ import annotations
 
 from forge.blocks import BlockHash, BlockPool, chain_hashes, root_hash
 from forge.config import EngineConfig
+from forge.host_cache import HostCache
 from forge.request import Request
 from forge.sequence import Sequence
 
@@ -21,13 +23,14 @@ from forge.sequence import Sequence
 class PrefixCache:
     """Finds and publishes blocks of known prefixes.
 
-    blocks_in_progress   hash of a block that is being computed -> id of its sequence
+    blocks_in_progress   hash of a block that is being computed or loaded -> id of its sequence
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, host_cache: HostCache) -> None:
         self.blocks_in_progress: dict[BlockHash, int] = {}
         self._config = config
         self._pool = pool
+        self._host_cache = host_cache
 
     @property
     def is_enabled(self) -> bool:
@@ -44,8 +47,19 @@ class PrefixCache:
         self.extend_hashes(sequence, num_shareable)
         return self._pool.lookup(sequence.hashes[1 : num_shareable + 1])
 
+    def host_blocks(self, sequence: Sequence, num_cached: int) -> list[int]:
+        """Return the host blocks that follow the sequence's first `num_cached` blocks."""
+        num_shareable = self.num_shareable_blocks(sequence)
+        return self._host_cache.lookup(sequence.hashes[1 + num_cached : 1 + num_shareable])
+
+    def missing_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Return the hashes of shareable blocks after those on the device and in the host pool."""
+        num_found = len(self.cached_blocks(sequence))
+        num_found += len(self.host_blocks(sequence, num_found))
+        return sequence.hashes[1 + num_found : 1 + self.num_shareable_blocks(sequence)]
+
     def next_block_in_progress(self, sequence: Sequence) -> bool:
-        """Return whether another sequence computes the block after the cached ones."""
+        """Return whether another sequence computes or loads the block after the cached ones."""
         num_hits = len(self.cached_blocks(sequence))
         return (
             num_hits < self.num_shareable_blocks(sequence)
@@ -53,7 +67,7 @@ class PrefixCache:
         )
 
     def add_in_progress(self, sequence: Sequence) -> None:
-        """List the shareable blocks that the sequence will compute, unless they are listed."""
+        """List the shareable blocks that the sequence will compute or load, if not listed yet."""
         for block_hash in self._uncommitted_hashes(sequence):
             self.blocks_in_progress.setdefault(block_hash, sequence.id)
 
@@ -78,6 +92,8 @@ class PrefixCache:
         ):
             self._pool.publish(block, block_hash)
             self.blocks_in_progress.pop(block_hash, None)
+        if self._config.host_tier is not None:
+            self._host_cache.touch(hashes)
 
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Extend `hashes` to the first `num_blocks` blocks. Entry 0 is the root."""

@@ -5,11 +5,12 @@ what crossed the seam and what came from outside.
 
     crc32 {"forge": ..., "config": {...}, ...}          what the engine was built with
     crc32 {"submit": {"id": 7, "prompt": [...], ...}}   from outside, between two steps
-    crc32 {"abort": 7}                                  also "end_session" and "expire_session"
+    crc32 {"abort": 7}                                  also "resize", "end_session", "reset", ...
     crc32 {"plan": [3, digest, ns], "cuts": [...]}      planned; digest of all that was decided
     crc32 {"done": [2, ns], "out": [17, 4, [], ...], "ended": [...]}
                                                         committed: tokens of each row, and which
                                                         texts were complete without an end id
+                                                        "answers": files written and read
     crc32 {"end": 120}                                  lines before this one: nothing is missing
 
 Each crc32 covers all lines before it too, so the first damaged line is found.
@@ -25,7 +26,15 @@ from operator import attrgetter
 from typing import Any, TypeVar
 from zlib import crc32
 
-from forge.config import EngineConfig, MixedStepCosts, Speculation, StepCosts
+from forge.config import (
+    DiskTier,
+    EngineConfig,
+    HostTier,
+    LoadCosts,
+    MixedStepCosts,
+    Speculation,
+    StepCosts,
+)
 from forge.errors import InvalidConfig
 from forge.request import (
     Delta,
@@ -40,7 +49,7 @@ from forge.sessions import SessionKey
 
 Entry = dict[str, Any]
 
-CostsT = TypeVar("CostsT", StepCosts, MixedStepCosts)
+CostsT = TypeVar("CostsT", StepCosts, MixedStepCosts, LoadCosts)
 
 _NUMERIC_FIELDS = ("seq_id", "epoch", "slot", "start", "keep", "num_samples")
 """Fields of a Row that are integers, in the order in which they are hashed."""
@@ -61,6 +70,12 @@ def plan_digest(plan: StepPlan) -> int:
     decisions = (chunk_lens, drafts, plan.copies, plan.admitted, plan.preempted, plan.finished)
     if any(decisions):
         crc = crc32(repr(decisions).encode(), crc)
+    if plan.num_host_blocks or plan.stores or plan.loads:
+        moves = (plan.num_host_blocks, plan.stores, plan.loads)
+        crc = crc32(repr(moves).encode(), crc)
+    if plan.spills or plan.fetches or plan.file_epoch:
+        files = (plan.spills, plan.fetches, plan.file_epoch)
+        crc = crc32(repr(files).encode(), crc)
     for draft in plan.drafts:
         crc = crc32(plan_digest(draft).to_bytes(4, "little"), crc)
     return crc
@@ -92,6 +107,14 @@ class RecordingWriter:
     def record_reset(self) -> None:
         """Write that the prefix cache was reset."""
         self._write_line({"reset": True})
+
+    def record_resize(self, num_blocks: int | None, num_host_blocks: int | None) -> None:
+        """Write the new sizes of the pools."""
+        self._write_line({"resize": [num_blocks, num_host_blocks]})
+
+    def record_disk_keys(self, keys: Sequence[bytes]) -> None:
+        """Write the keys of the files that were there at the start."""
+        self._write_line({"disk_keys": [key.hex() for key in keys]})
 
     def record_end_session(self, key: SessionKey) -> None:
         """Write that a client ended the session."""
@@ -130,6 +153,8 @@ class RecordingWriter:
             entry["ended"] = [each for each in endings if each]
         if output.undrafted:
             entry["undrafted"] = output.undrafted
+        if output.answers:
+            entry["answers"] = output.answers
         self._write_line(entry)
 
     def record_void(self, why: str) -> None:
@@ -180,12 +205,15 @@ def build_header(
     config: EngineConfig, vocab_size: int, eos_token: int, policy: str, version: str
 ) -> Entry:
     """Return the first line: all that decisions depend on besides the later lines."""
+    numbers = asdict(config)
+    if config.host_tier is None:
+        del numbers["host_tier"]
     return {
         "forge": version,
         "policy": policy,
         "vocab_size": vocab_size,
         "eos_token": eos_token,
-        "config": asdict(config),
+        "config": numbers,
     }
 
 
@@ -204,7 +232,14 @@ def parse_config(entry: Entry) -> EngineConfig:
         if costs is not None:
             costs = _parse_costs(_parse_step_costs, costs)
         speculation = Speculation(**speculation, costs=costs)
-    return EngineConfig(**values, speculation=speculation)
+    host_tier = values.pop("host_tier", None)
+    if host_tier is not None:
+        costs = host_tier["costs"]
+        costs = None if costs is None else _parse_costs(_parse_load_costs, costs)
+        disk = host_tier["disk"]
+        disk = None if disk is None else DiskTier(**disk)
+        host_tier = HostTier(**{**host_tier, "costs": costs, "disk": disk})
+    return EngineConfig(**values, speculation=speculation, host_tier=host_tier)
 
 
 def _parse_costs(parse: Callable[[Any], CostsT], costs: Any) -> CostsT:
@@ -226,6 +261,10 @@ def _parse_step_costs(costs: list[list[list[Any]]]) -> StepCosts:
 def _parse_mixed_costs(costs: list[Any]) -> MixedStepCosts:
     points, position_ns, pair_ps = costs
     return MixedStepCosts(tuple((tokens, us) for tokens, us in points), position_ns, pair_ps)
+
+
+def _parse_load_costs(costs: list[Any]) -> LoadCosts:
+    return LoadCosts(*costs)
 
 
 def _parse_points(pairs: list[list[Any]]) -> tuple[tuple[int, float], ...]:

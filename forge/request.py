@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from forge.errors import InvalidRequest
@@ -414,6 +415,33 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class CachedTokens(NamedTuple):
+    """Tokens of a prompt that its request did not compute, by the tier that had them.
+
+    Counted when the request first runs: what it computes again after a preemption counts no more.
+
+    device   blocks on the device
+    host     blocks in host memory
+    disk     blocks in files, which were read for the request
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens of all tiers."""
+        return sum(self)
+
+    def plus(self, other: CachedTokens) -> CachedTokens:
+        """Return the sums, tier by tier."""
+        return CachedTokens(*map(add, self, other))
+
+
+NOTHING_CACHED = CachedTokens()
+
+
 class Delta(NamedTuple):
     """Gain of one choice of one request in one committed step.
 
@@ -424,6 +452,7 @@ class Delta(NamedTuple):
     logprobs          one entry per token where requested
     prompt_logprobs   entries for prompt positions computed by this step, in order, where requested
     error             what went wrong when `finish` is ERROR
+    cached_tokens     those of the prompt, in the last Delta of the choice that ran first
     """
 
     request_id: int
@@ -434,9 +463,10 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    cached_tokens: CachedTokens = NOTHING_CACHED
 
 
 assert Delta._fields == (
     *("request_id", "choice", "tokens", "finish", "stop_token"),
-    *("logprobs", "prompt_logprobs", "error"),
+    *("logprobs", "prompt_logprobs", "error", "cached_tokens"),
 ), "Scheduler.commit builds a Delta as a tuple of these fields"

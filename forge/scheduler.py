@@ -9,9 +9,10 @@ calls make the same plans.
                └──── preempt ─────┘      its blocks are freed, its tokens stay; it is recomputed
 
 `schedule()` allocates blocks for decodes (preempting where they run out), admits, splits the token
-budget, and returns a plan. `commit(plan, output)` takes plans in order and returns what each choice
-gained. Plan n+1 may be made before plan n is committed: its rows then refer to tokens that plan n
-samples. What is in flight follows from the ledger and the tables, so no counter can disagree.
+budget, adds moves to and from host memory, and returns a plan. `commit(plan, output)` takes plans
+in order and returns what each choice gained. Plan n+1 may be made before plan n is committed: its
+rows then refer to tokens that plan n samples. What is in flight follows from the ledger and the
+tables, so no counter can disagree.
 
 Always true: a running sequence has a slot and a table, a waiting one has neither. A prompt's blocks
 are allocated at admission, a decode's when it crosses a block edge. A block is published when the
@@ -31,9 +32,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from forge.blocks import BlockHash, BlockPool
 from forge.commit_gate import CommitGate
 from forge.config import EngineConfig
+from forge.disk_cache import NO_DISK_TIER, DiskCache
 from forge.draft_length import StepInfo
 from forge.drafting import NO_DRAFTER, Drafter
-from forge.errors import DuplicateRequest, PolicyError
+from forge.errors import DuplicateRequest, InvalidConfig, PolicyError
+from forge.host_cache import NO_HOST_TIER, HostCache
 from forge.max_len import check_fits, max_len
 from forge.plan_rows import propose_drafts, write_chunk, write_decodes, write_drafts
 from forge.policy import (
@@ -47,7 +50,15 @@ from forge.policy import (
 )
 from forge.policy_calls import PolicyCalls
 from forge.prefix_cache import PrefixCache
-from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.request import (
+    NOTHING_CACHED,
+    CachedTokens,
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from forge.sampling import mix
 from forge.seam import COUPLED, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan
 from forge.sequence import (
@@ -81,8 +92,10 @@ class Scheduler:
     next_step            number of the next plan
     gate                 running sequences whose next row waits for a commit
     num_queried_tokens   tokens of sequences when they were first admitted
-    num_cached_tokens    those of them in blocks that another sequence had computed
-    num_resumed_tokens   those of them in later turns of a session
+    cached_tokens        those of them that another sequence had computed, by tier
+    num_uncached_tokens  those of them that no tier had
+    resumed_tokens       those of `cached_tokens` in later turns of a session
+    num_loaded_tokens    positions loaded from host memory
     num_planned_tokens   positions computed by all plans
     num_preemptions      times that a sequence lost its blocks and was queued again
     num_draft_tokens     drafts verified
@@ -103,7 +116,12 @@ class Scheduler:
         self.config = config
         self.policy_calls = PolicyCalls(policy, self._build_context)
         self.pool = BlockPool(config.num_blocks, config.block_size)
-        self.prefix_cache = PrefixCache(config, self.pool)
+        tier = config.host_tier or NO_HOST_TIER
+        self.host_cache = HostCache(tier, self.pool)
+        self.disk_cache = DiskCache(tier.disk or NO_DISK_TIER, self.host_cache)
+        # Steps without a host pool spend no time on one.
+        self._has_host_tier = config.host_tier is not None
+        self.prefix_cache = PrefixCache(config, self.pool, self.host_cache)
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.sequences: dict[int, Sequence] = {}
@@ -113,8 +131,10 @@ class Scheduler:
         self._is_stalled = False
         self.gate = CommitGate()
         self.ledger: deque[StepPlan] = deque()
-        self.num_cached_tokens = 0
-        self.num_resumed_tokens = 0
+        self.cached_tokens = NOTHING_CACHED
+        self.resumed_tokens = NOTHING_CACHED
+        self.num_uncached_tokens = 0
+        self.num_loaded_tokens = 0
         self.num_queried_tokens = 0
         self.num_planned_tokens = 0
         self.num_preemptions = 0
@@ -147,6 +167,11 @@ class Scheduler:
         It is False then until a request is added or aborted, or a session ends or expires.
         """
         return bool(self.sequences) and not self._is_stalled
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of `cached_tokens` on the device."""
+        return self.cached_tokens.device
 
     @property
     def work(self) -> int:
@@ -306,11 +331,12 @@ class Scheduler:
                     self._admit(copies)
             rows = self._plan_rows(without_block | blocked)
         except PolicyError:
+            self.disk_cache.cancel_requests()
             # Copies of forks admitted just now are in no plan, so those sequences start again.
             for sequence in [s for s in self._prefilling.values() if not s.num_synced_blocks]:
                 self._preempt(sequence, "the policy was refused")
             raise
-        if not rows and not copies:
+        if not (rows or copies or self._needs_plan_for_moves()):
             if self.sequences and not self.ledger:
                 if not self.running and self._session_table.num_paused:
                     self._is_stalled = True
@@ -331,6 +357,9 @@ class Scheduler:
             tuple(self._preempted_events),
             tuple(self._finished_events),
         )
+        if self._has_host_tier:
+            # Nothing is allocated in this plan any more, so a block that is stored stays as it is.
+            plan = self._add_moves(plan)
         self.next_step += 1
         self._admitted_events.clear()
         self._preempted_events.clear()
@@ -418,7 +447,7 @@ class Scheduler:
         blocks are not free. The block copies of forks are appended to `copies`.
         """
         budget = self.config.max_num_batched_tokens - (len(self.running) - len(self._prefilling))
-        budget -= sum(s.num_pending for s in self._prefilling.values())
+        budget -= sum(map(self._num_to_compute, self._prefilling.values()))
         skipped: list[Sequence] = []
         try:
             # The search is bounded, or a long queue would slow every step.
@@ -436,7 +465,7 @@ class Scheduler:
                     skipped.append(self.waiting.pop(index))
                 elif self._try_start(sequence, copies):
                     del self.waiting[index]
-                    budget -= sequence.num_pending
+                    budget -= self._num_to_compute(sequence)
                     for overtaken in self.waiting[:index]:
                         overtaken.num_overtaken += 1
                 else:
@@ -449,7 +478,8 @@ class Scheduler:
         """Return whether a commit that is to come decides what the sequence needs.
 
         True while its own token is in flight, while a sibling computes the same prompt, and while
-        another sequence computes the next block of the same prefix.
+        another sequence computes the next block of the same prefix. Also while files of its next
+        blocks are read, which are requested here.
         """
         if sequence.epoch and any(
             row.seq_id == sequence.id and row.num_samples for p in self.ledger for row in p.rows
@@ -457,7 +487,12 @@ class Scheduler:
             return True
         if sequence.waits_for_sibling(self.requests[sequence.request.id]):
             return True
-        return self.prefix_cache.next_block_in_progress(sequence)
+        if self.prefix_cache.next_block_in_progress(sequence):
+            return True
+        if not self._has_host_tier or self.disk_cache.is_empty:
+            return False
+        hashes = self.prefix_cache.missing_hashes(sequence)
+        return self.disk_cache.request_fetches(sequence.id, hashes, is_idle=not self.running)
 
     def _try_start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """Let the sequence run with a slot and blocks, or return False where too few are free.
@@ -497,11 +532,21 @@ class Scheduler:
             if copy is not None:
                 copies.append(BlockCopy(*copy))
         sequence.num_committed = sequence.num_shared_tokens = sequence.table.num_tokens
+        cached = CachedTokens(sequence.num_committed)
+        if self._has_host_tier:
+            num_loads = self._begin_load(sequence, len(shared)) if parent is None else 0
+            if num_loads:
+                why += f", {num_loads} blocks to load"
+                cached = self._count_loads(sequence, len(shared), num_loads)
+            self.disk_cache.forget_sequence(sequence.id)
         if not sequence.epoch:  # a preempted sequence would count its own blocks
-            self.num_cached_tokens += sequence.num_committed
+            self.cached_tokens = self.cached_tokens.plus(cached)
             self.num_queried_tokens += len(sequence.tokens)
+            self.num_uncached_tokens += len(sequence.tokens) - cached.total
+            if sequence.runs_first(self.requests[sequence.request.id]):
+                sequence.cached_tokens = cached
             if sequence.session is not None and sequence.session.num_turns > 1:
-                self.num_resumed_tokens += sequence.num_committed
+                self.resumed_tokens = self.resumed_tokens.plus(cached)
             self.new_request_ids.append(sequence.request.id)
         self.prefix_cache.add_in_progress(sequence)
         sequence.slot = self._free_slots.pop()
@@ -513,6 +558,28 @@ class Scheduler:
         )
         self._notify_policy(PolicyEventKind.ADMITTED, sequence, sequence.session)
         return True
+
+    def _begin_load(self, sequence: Sequence, num_cached: int) -> int:
+        """Load the host blocks that follow the sequence's cached blocks, and return their number.
+
+        0 where it is not worthwhile.
+        """
+        host_cache = self.host_cache
+        host_cache.touch(sequence.hashes[1 : 1 + num_cached])
+        host_blocks = self.prefix_cache.host_blocks(sequence, num_cached)
+        if not host_blocks or not host_cache.is_load_worthwhile(
+            len(host_blocks), is_idle=not self.running
+        ):
+            return 0
+        host_cache.begin_load(sequence.id, host_blocks)
+        return len(host_blocks)
+
+    def _count_loads(self, sequence: Sequence, num_cached: int, num_loads: int) -> CachedTokens:
+        """Return the tokens of cached blocks, and those of the loads that follow them."""
+        size = self.config.block_size
+        hashes = sequence.hashes[1 + num_cached : 1 + num_cached + num_loads]
+        num_fetched = self.disk_cache.num_fetched_for(sequence.id, hashes)
+        return CachedTokens(size * num_cached, size * (num_loads - num_fetched), size * num_fetched)
 
     def _build_context(self, state: Hashable) -> PolicyContext:
         pool = self.pool
@@ -560,6 +627,10 @@ class Scheduler:
             self.num_planned_tokens += write_decodes(rows, self.running.values(), self.next_step)
             return rows
         prefilling = list(self._prefilling.values())
+        if self._has_host_tier:
+            # A row reads all blocks before it, so it follows in the plan after the last load.
+            to_plan = self.host_cache.num_blocks_to_plan
+            prefilling = [s for s in prefilling if not to_plan(s.id)]
         budget = self.config.max_num_batched_tokens
         decodes = [
             s
@@ -592,7 +663,7 @@ class Scheduler:
         """
         costs, max_step_ms = self.config.mixed_costs, self.config.max_step_ms
         budget = self.config.max_num_batched_tokens
-        if costs is None or max_step_ms is None or len(prefilling) == len(self.running):
+        if costs is None or max_step_ms is None or len(self._prefilling) == len(self.running):
             return budget
         prompts: list[PendingPrompt] = []
         num_left = budget - len(decodes)
@@ -623,6 +694,38 @@ class Scheduler:
                     without_drafts.append(sequence)
         self.num_planned_tokens += write_decodes(rows, without_drafts, self.next_step)
 
+    def _num_to_compute(self, sequence: Sequence) -> int:
+        """Return how many known tokens rows have yet to compute, without those to be loaded."""
+        num_tokens = sequence.num_pending
+        if self._has_host_tier:
+            num_blocks = self.host_cache.num_blocks_to_plan(sequence.id)
+            num_tokens -= num_blocks * self.config.block_size
+        return num_tokens
+
+    def _needs_plan_for_moves(self) -> bool:
+        """Return whether a plan without rows has loads, begins fetches or awaits their answers."""
+        disk_cache = self.disk_cache
+        is_fetching = disk_cache.needs_plan or (disk_cache.is_fetching and not self.ledger)
+        return is_fetching or bool(self._sequences_to_load())
+
+    def _sequences_to_load(self) -> list[Sequence]:
+        to_plan = self.host_cache.num_blocks_to_plan
+        return [s for s in self._prefilling.values() if to_plan(s.id)]
+
+    def _add_moves(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with its moves. Loads are bounded unless every running sequence loads."""
+        host_cache, loading = self.host_cache, self._sequences_to_load()
+        loads = host_cache.plan_loads(loading, is_bounded=len(loading) < len(self.running))
+        spills, fetches = self.disk_cache.plan_moves(plan.step)
+        return plan._replace(
+            num_host_blocks=host_cache.num_blocks,
+            stores=tuple(host_cache.plan_stores(plan.step)),
+            loads=tuple(loads),
+            spills=spills,
+            fetches=fetches,
+            file_epoch=self.disk_cache.epoch,
+        )
+
     # Results.
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
@@ -639,6 +742,10 @@ class Scheduler:
         self.ledger.popleft()
         assert output.step == plan.step, f"plan {plan.step} got the output of {output.step}"
         assert len(output.rows) == len(plan.rows), f"{len(output.rows)} of {len(plan.rows)} rows"
+        if self._has_host_tier:
+            self._commit_moves(plan)
+            self.disk_cache.commit_answers(output.answers)
+            self.disk_cache.drop_overdue(self.next_step)
         for seq_id in output.undrafted:  # before any row: committing a row publishes blocks
             self.drafter.discard(seq_id)
         deltas: list[Delta] = []
@@ -646,6 +753,7 @@ class Scheduler:
         sequences = self.sequences
         block_size = self.config.block_size
         vocab_size = self._vocab_size
+        nothing_cached = NOTHING_CACHED
         for row, result in zip(plan.rows, output.rows, strict=True):
             sequence = sequences.get(row.seq_id)
             if sequence is None:
@@ -668,11 +776,28 @@ class Scheduler:
                 self.prefix_cache.publish(sequence, end - 1, end)
             known.append(tokens[0])
             # A Delta is built as a tuple: a third of the time of calling the class.
-            values = (sequence.request.id, sequence.choice, tokens, None, None, logprobs, (), None)
+            request_id, choice = sequence.request.id, sequence.choice
+            values = (request_id, choice, tokens, None, None, logprobs, (), None, nothing_cached)
             append(new(Delta, values))
         if output.undrafted:
             self._handle_draft_failures(output.undrafted)
         return deltas
+
+    def _commit_moves(self, plan: StepPlan) -> None:
+        """Publish the blocks that the plan has stored and loaded.
+
+        A load whose sequence has ended or lost its blocks since is dropped.
+        """
+        self.host_cache.commit_stores(plan)
+        size = self.config.block_size
+        for load in plan.loads:
+            sequence = self.sequences.get(load.seq_id)
+            if sequence is not None and sequence.epoch == load.epoch:
+                start = sequence.num_committed
+                sequence.num_committed = start + size
+                self.prefix_cache.publish(sequence, start, start + size)
+                self.host_cache.commit_load(load)
+                self.num_loaded_tokens += size
 
     def _commit_row(
         self, sequence: Sequence, row: Row, result: RowOutput, deltas: list[Delta]
@@ -791,6 +916,8 @@ class Scheduler:
         events = self._admitted_events or self._preempted_events
         if events or (self._finished_events and self.ledger):
             return 0
+        if self.pool.num_dirty_cached_blocks or self.disk_cache.has_moves:
+            return 0  # a plan may store or spill some
         if len(self.ledger) != self.config.depth - 1:
             return 0
         # Which block goes next is a decision where the policy evicts.
@@ -829,6 +956,8 @@ class Scheduler:
         model that always fails ends every request.
         """
         self.ledger.clear()
+        self.host_cache.void_stores()
+        self.disk_cache.drop()
         deltas = []
         for sequence in list(self.sequences.values()):
             if sequence.slot is None:
@@ -853,12 +982,34 @@ class Scheduler:
         self.pool.resize(num_blocks)
         self._is_stalled = False
 
-    def reset_prefix_cache(self) -> None:
-        """Unpublish every block, the draft model's too, so that later requests do not share it.
+    def resize_host(self, num_host_blocks: int) -> None:
+        """Resize the host pool from the next plan on.
 
-        A block that a running sequence has yet to fill is published when it is full.
+        Sequences that have yet to load a removed block are preempted. Raises InvalidConfig for an
+        engine that was made without a host pool.
+        """
+        if not self._has_host_tier:
+            raise InvalidConfig(
+                "host_tier", "this engine has no host pool to resize", "Set EngineConfig.host_tier"
+            )
+        for seq_id in self.host_cache.seq_ids_beyond(num_host_blocks):
+            why = f"host pool resized to {num_host_blocks} blocks"
+            self._preempt(self.running[seq_id], why)
+        self.disk_cache.drop()
+        self.host_cache.resize(num_host_blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Unpublish every block, so that later requests do not share it.
+
+        Those of the draft model and of the host pool too, and no file of before is read. A block
+        that a running sequence has yet to compute is published when it is full. Sequences that are
+        loading are preempted: what they load was computed before.
         """
         self._is_stalled = False
+        for seq_id in self.host_cache.loading_seq_ids:
+            self._preempt(self.running[seq_id], "the prefix cache was reset")
+        self.disk_cache.reset()
+        self.host_cache.reset()
         self.pool.reset_cache()
         self.drafter.reset_prefix_cache()
 
@@ -870,6 +1021,8 @@ class Scheduler:
 
         `Sequence.num_preemptions` is left to the caller: only the policy's choices count there.
         """
+        if self._has_host_tier:
+            self.host_cache.expect_reuse(self._committed_chain(sequence))
         self._stop_running(sequence)
         self.num_preemptions += 1
         self._preempted_events.append(Event(sequence.id, why))
@@ -880,7 +1033,11 @@ class Scheduler:
         """Remove the sequence from all queues and tables, and return a delta of its end alone."""
         request, session = sequence.request, sequence.session
         num_tokens = sequence.num_committed
-        chain = sequence.hashes[1 : 1 + num_tokens // self.config.block_size]
+        chain = self._committed_chain(sequence)
+        if self._has_host_tier:
+            self.disk_cache.forget_sequence(sequence.id)
+            if session is not None:
+                self.host_cache.expect_reuse(chain)
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
@@ -897,7 +1054,17 @@ class Scheduler:
             del self.requests[request.id]
             if session is not None:
                 self._session_table.end_turn(session, self.work)
-        return Delta(request.id, sequence.choice, finish=reason, error=error)
+        return Delta(
+            request.id,
+            sequence.choice,
+            finish=reason,
+            error=error,
+            cached_tokens=sequence.cached_tokens,
+        )
+
+    def _committed_chain(self, sequence: Sequence) -> list[BlockHash]:
+        """Return the hashes of the sequence's committed full blocks, first block first."""
+        return sequence.hashes[1 : 1 + sequence.num_committed // self.config.block_size]
 
     def _on_session_close(self, session: Session) -> None:
         self._notify_policy(PolicyEventKind.SESSION_CLOSED, None, session)
@@ -915,6 +1082,8 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.num_served_before = sequence.num_served
         sequence.num_shared_tokens = 0
+        if self._has_host_tier:
+            self.host_cache.cancel_load(sequence.id)
         self.pool.release(sequence.id)
         self.prefix_cache.remove_in_progress(sequence)
         sequence.slot = None

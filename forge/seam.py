@@ -22,11 +22,20 @@ and a row refers to each draft by (plan, row): distributions stay below the seam
 
     plan.drafts[0]   rows  ... x            d1 sampled after x         target's row:  x d1 d2
     plan.drafts[1]   rows  d1 (reference)   d2 sampled after d1                       1 to 3 tokens
+
+Blocks also move between the device and a pool of blocks in host memory. A plan is a barrier: its
+rows and moves are complete before anything of the next plan begins. Within a plan, moves may run at
+any time alongside the rows, so no row touches a block that its own plan moves.
+
+    plan n     |   rows   |            block 7 is loaded from host block 2
+               | 2 ─► 7   |            block 4 is stored to host block 5
+               | 4 ─► 5   |
+    plan n+1              |   rows   | may read block 7 and write block 4
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from forge.request import SamplingParams, TokenLogprob
 
@@ -146,6 +155,47 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class HostStore(NamedTuple):
+    """Copy every layer of `block` to a block of the host pool. No sequence holds `block`."""
+
+    block: int
+    host_block: int
+
+
+class HostLoad(NamedTuple):
+    """Copy every layer of a block of the host pool to `block`: the next one of a sequence's table.
+
+    A model needs neither `seq_id` nor `epoch`; they are those of a Row.
+    """
+
+    seq_id: int
+    epoch: int
+    block: int
+    host_block: int
+
+
+class HostFile(NamedTuple):
+    """Write a host block to the file of `key`, or read it from there.
+
+    It takes longer than a step: a later output has the answer. Until then nothing else writes the
+    host block.
+    """
+
+    host_block: int
+    key: bytes
+
+
+class FileAnswer(NamedTuple):
+    """End of a spill or fetch of plan `step`.
+
+    is_good   the file was written, or the host block has its content
+    """
+
+    step: int
+    host_block: int
+    is_good: bool
+
+
 class Event(NamedTuple):
     """A change of a sequence's state, and why. For people; models ignore it."""
 
@@ -154,9 +204,10 @@ class Event(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Work of one step: resize the pool, do the copies, then compute the rows.
+    """Work of one step: resize the pools, do the copies, compute the rows and, alongside, move.
 
-    Its repr is text that builds an equal plan, to be pasted into a test.
+    Its repr is text that builds an equal plan, to be pasted into a test. No block and no host block
+    is in two moves, and no row or copy reads or writes a block that is moved.
 
     step         0, 1, 2, ... in the order a model must run them; never reused
     rows         at most max_num_seqs, one per slot
@@ -166,6 +217,13 @@ class StepPlan(NamedTuple):
     drafts       plans of the draft model, which runs them in order before the rows. Their steps
                  count separately, and blocks and slots are the draft model's
     admitted, preempted, finished    since the plan before
+    num_host_blocks   size of the host pool from this step on; 0: there is none
+    stores       moves from the device to the host pool, done before the next plan begins
+    loads        moves from the host pool to the device, done before the next plan begins
+    spills       host blocks to write to files; answered later
+    fetches      host blocks to read from files; answered later
+    file_epoch   a model that sees another one than before has ended the spills and fetches of
+                 earlier plans, without answers, before it runs this plan
     """
 
     step: int
@@ -177,6 +235,12 @@ class StepPlan(NamedTuple):
     admitted: tuple[Event, ...] = ()
     preempted: tuple[Event, ...] = ()
     finished: tuple[Event, ...] = ()
+    num_host_blocks: int = 0
+    stores: tuple[HostStore, ...] = ()
+    loads: tuple[HostLoad, ...] = ()
+    spills: tuple[HostFile, ...] = ()
+    fetches: tuple[HostFile, ...] = ()
+    file_epoch: int = 0
 
     def __repr__(self) -> str:
         return _repr_without_defaults(self)
@@ -189,8 +253,10 @@ class StepPlan(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """True where nothing was decided: no event, no copy, and each row is one more token."""
+        """True where nothing was decided: no event, no copy or move, and rows of one more token."""
         if self.admitted or self.preempted or self.finished or self.copies:
+            return False
+        if self.stores or self.loads or self.spills or self.fetches:
             return False
         # A row has at least one token.
         return self.num_tokens == len(self.rows) and all(row.num_samples == 1 for row in self.rows)
@@ -235,11 +301,13 @@ class StepOutput(NamedTuple):
     """Results of plan `step`, rows in the plan's order.
 
     undrafted   sequences for which the draft model failed: it must compute them again
+    answers     spills and fetches of this plan and earlier ones that have ended
     """
 
     step: int
     rows: tuple[RowOutput, ...]
     undrafted: tuple[int, ...] = ()
+    answers: tuple[FileAnswer, ...] = ()
 
 
 class PendingStep(Protocol):
@@ -271,3 +339,17 @@ class Model(Protocol):
     def forward(self, plan: StepPlan) -> PendingStep:
         """Accept a plan and return at once. Plans run in the order of this call."""
         ...
+
+
+@runtime_checkable
+class MovesBlocks(Protocol):
+    """Optional method of a Model, for plans with a host pool. A wrapper gives the inner answer."""
+
+    def executes_moves(self) -> bool:
+        """Return whether `forward` carries out stores and loads."""
+        ...
+
+
+def executes_moves(model: Model) -> bool:
+    """Return whether the model carries out stores and loads. One without the method does not."""
+    return isinstance(model, MovesBlocks) and model.executes_moves()

@@ -11,12 +11,20 @@ the CommitGate `inspect_from`, and the PrefixCache extends `hashes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from forge.blocks import BlockHash, BlockTable
-from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.request import (
+    NOTHING_CACHED,
+    CachedTokens,
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from forge.sampling import choice_seed
 from forge.seam import Bind, RowOutput
 from forge.sessions import Session
@@ -106,6 +114,8 @@ class Sequence:
     num_overtaken         admissions of sequences that were later in the queue
     num_shared_tokens     positions that it did not compute: shared or forked at its last admission
     num_served_before     positions computed for it in earlier epochs
+    cached_tokens         tokens of the prompt that no choice of the request computed. Those of the
+                          choice that ran first alone
     """
 
     id: int
@@ -134,6 +144,7 @@ class Sequence:
     num_overtaken: int = 0
     num_shared_tokens: int = 0
     num_served_before: int = 0
+    cached_tokens: CachedTokens = NOTHING_CACHED
 
     @property
     def num_served(self) -> int:
@@ -185,6 +196,15 @@ class Sequence:
                 if sibling.slot is not None and sibling.num_committed >= sibling.bind.prompt_len:
                     return sibling
         return None
+
+    def runs_first(self, siblings: Collection[Sequence]) -> bool:
+        """Return whether no choice of the request has run.
+
+        siblings   its open choices, this one included
+        """
+        if len(siblings) < self.request.params.n:
+            return False
+        return all(s.slot is None and not s.epoch for s in siblings)
 
     def waits_for_sibling(self, siblings: Iterable[Sequence]) -> bool:
         """Return whether a running sibling computes the prompt that this sequence can fork."""
@@ -247,6 +267,7 @@ class Sequence:
             stop_token,
             result.logprobs[:taken],
             self.take_prompt_logprobs(start, result.prompt_logprobs),
+            cached_tokens=NOTHING_CACHED if finish is None else self.cached_tokens,
         )
 
 

@@ -8,6 +8,12 @@ the time of the host does not leak into a run.
 
 The device runs one step at a time. A step begins when it is launched and the previous step has
 ended. Its result is available at its end; waiting for it advances the clock.
+
+    device           |-- step n --|        |-- step n+1 --|
+    to device        |---- loads of n ----|                    a plan is a barrier for moves too
+    to host          |- stores of n -|
+
+Moves of a plan begin with its rows, both directions at once. The next step begins after them.
 """
 
 from __future__ import annotations
@@ -36,6 +42,24 @@ class Clock:
             self.now_ns = time_ns
 
 
+class LinkCost(NamedTuple):
+    """Nanoseconds of the moves of a plan in one direction.
+
+    move_ns    of each plan that has some
+    block_ns   of each block
+    """
+
+    move_ns: int
+    block_ns: int
+
+    def moves_ns(self, num_blocks: int) -> int:
+        """Return the time of so many blocks, 0 for none."""
+        return self.move_ns + num_blocks * self.block_ns if num_blocks else 0
+
+
+FREE_LINK = LinkCost(0, 0)
+
+
 class VirtualClockStep(NamedTuple):
     """A pending step that runs on the device from `begin_ns` to `end_ns`."""
 
@@ -59,14 +83,18 @@ class VirtualClockModel(ModelWrapper):
     """A model on a virtual clock.
 
     cost             durations of steps; may be replaced between two steps
+    link             durations of moves between device and host memory
     last_step        the step whose result was read last, or None
-    device_free_ns   end of the last launched step
+    device_free_ns   end of the last launched step and of its moves
     """
 
-    def __init__(self, model: Model, clock: Clock, cost: CostModel) -> None:
+    def __init__(
+        self, model: Model, clock: Clock, cost: CostModel, link: LinkCost = FREE_LINK
+    ) -> None:
         super().__init__(model)
         self.clock = clock
         self.cost = cost
+        self.link = link
         self.last_step: VirtualClockStep | None = None
         self.device_free_ns = 0
 
@@ -75,5 +103,9 @@ class VirtualClockModel(ModelWrapper):
         self.clock.advance(self.cost.plan_ns(plan))
         step = self._model.forward(plan)
         begin_ns = max(self.clock.now_ns, self.device_free_ns)
-        self.device_free_ns = begin_ns + self.cost.step_ns(plan)
-        return VirtualClockStep(step, plan, begin_ns, self.device_free_ns, self)
+        # A plan of moves alone launches no step.
+        is_launched = plan.rows or plan.copies
+        end_ns = begin_ns + (self.cost.step_ns(plan) if is_launched else 0)
+        num_moved = max(len(plan.stores), len(plan.loads))
+        self.device_free_ns = max(end_ns, begin_ns + self.link.moves_ns(num_moved))
+        return VirtualClockStep(step, plan, begin_ns, end_ns, self)

@@ -12,7 +12,8 @@ Owns the format. Knows no file: it passes text to a function, and hashes each li
     {"at": 9600, "end": 7, "why": "length"}
     {"sha256": "..."}                                            of all lines before
 
-`plan` is a 32-bit digest of the order of the rows and of the blocks they take, without tokens.
+`plan` is a 32-bit digest of the order of the rows, of the blocks they take and of the blocks that
+move, without tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def _plan_digest(plan: StepPlan) -> int:
     ]
     if allocations or plan.copies:
         found = crc32(repr((allocations, plan.copies)).encode(), found)
+    if plan.stores or plan.loads:
+        found = crc32(repr((plan.stores, plan.loads)).encode(), found)
     return found
 
 

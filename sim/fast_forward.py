@@ -68,6 +68,8 @@ def _fast_forward(world: World, log: DecisionLog | None) -> bool:
     if any(s.params.n > 1 for s in sequences):
         return False
     in_flight = tuple(engine.scheduler.ledger)
+    if not in_flight and model.device_free_ns > world.clock.now_ns:
+        return False  # moves of the last plan go on
     plan = engine.scheduler.schedule()
     assert plan is not None and plan.num_tokens == len(plan.rows) == len(sequences)
     times = _time_steps(world, model, plan, max_steps, len(in_flight))

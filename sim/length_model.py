@@ -48,6 +48,10 @@ class LengthModel:
         """Return a token that is never sampled."""
         return 0
 
+    def executes_moves(self) -> bool:
+        """Return True: without content there is nothing to move."""
+        return True
+
     def forward(self, plan: StepPlan) -> CompletedStep:
         """Return one token for each row that samples, and one more for each accepted draft."""
         rows = tuple(

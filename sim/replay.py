@@ -27,7 +27,7 @@ from forge.recording import (
 )
 from forge.request import Delta, SamplingParams
 from forge.scheduler import Scheduler
-from forge.seam import StepOutput, StepPlan
+from forge.seam import FileAnswer, StepOutput, StepPlan
 from forge.sequence import STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX
 
 
@@ -135,6 +135,14 @@ class _ReplayRun:
         elif "expire_session" in entry:
             tenant, name, last_turn = entry["expire_session"]
             self.scheduler.expire_session((tenant, name), last_turn)
+        elif "resize" in entry:
+            num_blocks, num_host_blocks = entry["resize"]
+            if num_blocks is not None:
+                self.scheduler.resize(num_blocks)
+            if num_host_blocks is not None:
+                self.scheduler.resize_host(num_host_blocks)
+        elif "disk_keys" in entry:
+            self.scheduler.disk_cache.add_keys(map(bytes.fromhex, entry["disk_keys"]))
         elif "reset" in entry:
             self.scheduler.reset_prefix_cache()
         elif "void" in entry:
@@ -175,7 +183,8 @@ class _ReplayRun:
                 "is due"
             )
         self.endings = {(r, c): (n, error) for r, c, n, error in entry.get("ended", ())}
-        output = StepOutput(step, rows, tuple(entry.get("undrafted", ())))
+        answers = tuple(FileAnswer(*answer) for answer in entry.get("answers", ()))
+        output = StepOutput(step, rows, tuple(entry.get("undrafted", ())), answers)
         self.deltas = self.scheduler.commit(ledger[0], output)
         for delta in self.deltas:
             self.tokens += len(delta.tokens)

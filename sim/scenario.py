@@ -19,7 +19,7 @@ from typing import Any
 
 import forge
 from forge import __version__
-from forge.config import EngineConfig, Speculation
+from forge.config import MAX_GEOMETRY, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.llm import load_policy
@@ -27,7 +27,7 @@ from forge.models.hash import HashModel
 from forge.policies import policy_names, policy_path
 from forge.seam import Model
 from forge.sim.answer_recorder import AnswerRecorder
-from forge.sim.clock import Clock, VirtualClockModel
+from forge.sim.clock import Clock, LinkCost, VirtualClockModel
 from forge.sim.cost.cost_spec import (
     NOISY_PREFIX,
     DraftModelCost,
@@ -90,6 +90,9 @@ SHAPE_OPTIONS = tuple(dict.fromkeys(name for names in WORKLOAD_OPTIONS.values() 
 DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
 """Defaults of workloads that are drawn."""
 
+HOST_MOVE_NS = 20_000
+"""Nanoseconds of a plan's moves in one direction besides those of its blocks."""
+
 FILE_PLACEHOLDER = "file"
 """Replaces a path in a header."""
 
@@ -127,6 +130,8 @@ class Scenario:
     model             lengths: no tokens, only their number; hash: the deterministic model
     agreement         probability that a draft is accepted
     draft_cost        time of a draft model step, as a share of a step of the model
+    host_blocks       blocks of a pool in host memory, for what leaves the cache; 0: there is none
+    host_block_us     microseconds in which a block moves between device and host memory
     slo_ttft_ms       limit of a good request: milliseconds to the first token
     slo_itl_ms        limit of a good request: mean milliseconds between tokens
     seed              seed of everything that is drawn
@@ -161,6 +166,8 @@ class Scenario:
     model: str = "lengths"
     agreement: float = 0.7
     draft_cost: float = 0.1
+    host_blocks: int = 0
+    host_block_us: float = 190.0
     slo_ttft_ms: float = 1000.0
     slo_itl_ms: float = 50.0
     seed: int = 0
@@ -178,6 +185,8 @@ class Scenario:
         self._check_range("pause", 0, 1e6, "a time", "Give seconds, or 0")
         for name in ("agreement", "subagents", "abandon"):
             self._check_range(name, 0, 1, "a probability", "Give 0 to 1")
+        self._check_range("host_blocks", 0, MAX_GEOMETRY["num_blocks"], "a size", "Give 0 or more")
+        self._check_range("host_block_us", 0, 1e6, "a time", "Give microseconds")
         self._check_range("draft_cost", 0, 100, "a share", "Give 0.1, say")
         self._check_range("seed", -(2**63), 2**63 - 1, "of 64 bits", "Give a smaller one")
         if self.model not in MODELS:
@@ -357,8 +366,10 @@ class Scenario:
             cost = replace(cost, seed=self.seed)
         if self.engine.speculation is not None and not includes_drafts(cost):
             cost = DraftModelCost(cost, round(1000 * self.draft_cost))
-        model = VirtualClockModel(self._create_model(), Clock(), cost)
-        config = replace(self.engine, seed=self.seed)
+        link = LinkCost(HOST_MOVE_NS, round(1000 * self.host_block_us))
+        model = VirtualClockModel(self._create_model(), Clock(), cost, link)
+        host_tier = HostTier(num_blocks=self.host_blocks) if self.host_blocks else None
+        config = replace(self.engine, seed=self.seed, host_tier=host_tier)
         return Engine(model, config, policy=load_policy(self.policy)), model
 
     def _create_model(self) -> Model:
@@ -422,12 +433,15 @@ def summary(world: World) -> dict[str, Any]:
     return {
         **measures.summary(),
         "sessions": world.sessions.summary(
-            scheduler.num_cached_tokens, world.engine.config.block_size
+            scheduler.num_cached_tokens,
+            world.engine.config.block_size,
+            scheduler.num_loaded_tokens,
         ),
         "steps": world.num_steps,
         "preemptions": scheduler.num_preemptions,
         "prompt_tokens": scheduler.num_queried_tokens,
         "shared_tokens": scheduler.num_cached_tokens,
+        **({"loaded_tokens": scheduler.num_loaded_tokens} if scheduler.config.host_tier else {}),
         "drafted": scheduler.num_draft_tokens,
         "accepted": scheduler.num_accepted_tokens,
         "most_blocks": scheduler.pool.peak_used_blocks,

@@ -21,7 +21,7 @@ from forge.sim.block_accesses import BlockAccesses
 from forge.sim.metrics import DurationHistogram
 from forge.sim.units import NS_PER_S
 
-PREFIX_CACHE, RECOMPUTED = "prefix_cache", "recomputed"
+PREFIX_CACHE, HOST, RECOMPUTED = "prefix_cache", "host", "recomputed"
 """Sources of resumed tokens."""
 
 
@@ -83,10 +83,13 @@ class SessionMetrics:
             times.num_turns += 1
             self.accesses.record_finish(request_id)
 
-    def summary(self, num_cached_tokens: int, block_size: int) -> dict[str, Any]:
+    def summary(
+        self, num_cached_tokens: int, block_size: int, num_loaded_tokens: int = 0
+    ) -> dict[str, Any]:
         """Return all figures; none where no turn of a session has ended.
 
         num_cached_tokens   prompt tokens that admission found in the prefix cache
+        num_loaded_tokens   tokens that came from the host pool
         Resumed tokens are those that an infinite cache would have had. Times are milliseconds.
         """
         ended = [times for times in self._sessions.values() if times.num_turns]
@@ -101,16 +104,18 @@ class SessionMetrics:
         num_turns = sum(times.num_turns for times in ended)
         makespan_ns = max(t.end_ns for t in ended) - min(t.begin_ns for t in ended)
         num_resumable = self.accesses.num_known_blocks * block_size
-        resumed_tokens = Counter(
-            {PREFIX_CACHE: num_cached_tokens, RECOMPUTED: num_resumable - num_cached_tokens}
-        )
+        num_found = num_cached_tokens + num_loaded_tokens
+        resumed_tokens = {PREFIX_CACHE: num_cached_tokens}
+        if num_loaded_tokens:
+            resumed_tokens[HOST] = num_loaded_tokens
+        resumed_tokens[RECOMPUTED] = num_resumable - num_found
         return {
             "sessions": len(ended),
             "turns": num_turns,
             "turns_per_s": num_turns * NS_PER_S / makespan_ns if makespan_ns else 0.0,
             "completion_ms": completion.summary(),
             "makespan_ms": makespan_ns / 1e6,
-            "resumed_tokens": dict(resumed_tokens),
+            "resumed_tokens": resumed_tokens,
             "fairness": {
                 "sessions": jain_index([t.latency_ns / t.num_turns for t in ended]),
                 "tenants": jain_index([t["latency_ns"] / t["turns"] for t in tenants.values()]),

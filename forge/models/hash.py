@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
+from forge.models.file_moves import FileMoves
 from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
 from forge.sampling import mix, uniform
 
@@ -34,6 +35,7 @@ class HashModel(LogitsModel):
     min_eos_len     shorter contexts never make eos likely
     step_s          seconds of a step, from the end of the step before
     draft           draft model with the same vocabulary, or None
+    files           files of host blocks, or None
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class HashModel(LogitsModel):
         step_s: float = 0.0,
         faults: FaultHooks = NO_FAULTS,
         draft: LogitsModel | None = None,
+        files: FileMoves | None = None,
     ) -> None:
         super().__init__(
             self.context_logits,
@@ -63,6 +66,7 @@ class HashModel(LogitsModel):
             faults=faults,
             step_s=step_s,
             draft=draft,
+            files=files,
         )
         self._likely_tokens = (
             tuple(range(vocab_size)) if likely_tokens is None else tuple(likely_tokens)

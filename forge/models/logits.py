@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 from forge.acceptance import RejectionInput, accept_coupled, rejection_sample, residual
 from forge.errors import InvalidConfig
+from forge.models.file_moves import FileMoves, no_files
+from forge.models.host_blocks import HostBlocks, check_moves
 from forge.request import TokenLogprob
 from forge.sampling import (
     ACCEPT,
@@ -128,6 +130,7 @@ class LogitsModel:
 
     step_s   seconds of a step on the imagined device, which runs one step after the other
     draft    draft model with the same vocabulary, or None. Only this model gives it plans
+    files    files of host blocks; None: there are none
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class LogitsModel:
         faults: FaultHooks = NO_FAULTS,
         step_s: float = 0.0,
         draft: LogitsModel | None = None,
+        files: FileMoves | None = None,
     ) -> None:
         if draft is not None and draft.vocab_size() != vocab_size:
             raise InvalidConfig(
@@ -155,6 +159,8 @@ class LogitsModel:
         self._num_layers = num_layers
         self._block_size = block_size
         self._block_tokens = [self._new_block() for _ in range(num_blocks)]
+        self._host_blocks = HostBlocks(block_size)
+        self._files = files or no_files()
         self._slots: dict[int, _Slot] = {}
         self._sampled_by_step: dict[int, list[int]] = {}
         self._faults = faults
@@ -176,8 +182,12 @@ class LogitsModel:
         """Return the id that ends an output."""
         return self._eos_token
 
+    def executes_moves(self) -> bool:
+        """Return True: `forward` carries out stores and loads."""
+        return True
+
     def forward(self, plan: StepPlan) -> ComputedStep:
-        """Execute the draft's plans, then the plan's copies and rows, in order."""
+        """Execute the draft's plans, then the plan's copies, rows and moves, in order."""
         if plan.block_size != self._block_size:
             raise InvalidConfig(
                 "block_size",
@@ -190,6 +200,11 @@ class LogitsModel:
         grown = plan.num_blocks - len(self._block_tokens)
         del self._block_tokens[plan.num_blocks :]
         self._block_tokens += [self._new_block() for _ in range(grown)]
+        self._host_blocks.resize(plan.num_host_blocks)
+        self._files.begin(plan, self._host_blocks)
+        if plan.stores or plan.loads or plan.fetches:
+            tables = {slot: state.table for slot, state in self._slots.items()}
+            check_moves(plan, tables, self._files.spilling, self._files.fetching)
         for source, target in plan.copies:
             self._block_tokens[target][:] = self._block_tokens[source]
         # A plan refers to tokens of the previous plan only.
@@ -202,10 +217,12 @@ class LogitsModel:
             output = self._compute(row)
             rows.append(output)
             sampled.append(output.tokens[0] if output.tokens else _UNWRITTEN)
+        self._host_blocks.run_moves(plan, self._block_tokens)
         ready_s = 0.0
         if self._step_s:
             ready_s = self._free_at_s = max(time.monotonic(), self._free_at_s) + self._step_s
-        done = StepOutput(plan.step, tuple(rows), undrafted)
+        answers = self._files.end(plan)
+        done = StepOutput(plan.step, tuple(rows), undrafted, answers)
         return ComputedStep(plan, done, self._faults, ready_s)
 
     def poison(self, row: Row) -> None:

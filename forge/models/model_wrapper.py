@@ -5,11 +5,11 @@ Owns nothing but the model inside. Knows no plan: subclasses implement `forward`
 
 from __future__ import annotations
 
-from forge.seam import Model
+from forge.seam import Model, executes_moves
 
 
 class ModelWrapper:
-    """Three of a Model's four methods, passed on to the model inside."""
+    """All methods of a Model but `forward`, passed on to the model inside."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -25,3 +25,7 @@ class ModelWrapper:
     def eos_token(self) -> int:
         """Return the inner model's id that ends an output."""
         return self._model.eos_token()
+
+    def executes_moves(self) -> bool:
+        """Return whether the inner model carries out stores and loads."""
+        return executes_moves(self._model)

@@ -17,6 +17,7 @@ What is renamed, and why nothing depends on the name:
     hash                its first 8 bytes: it stands for all tokens before, and is no name
     session             by age. One that the client names has its name: a later request may give it
     ended request       by its last block, where a request of the menu could continue it
+    host block          by its hash, in the order in which host blocks are reused
 
 What keeps its order: waiting, running (tables, prefills and rows follow it), plans in flight, and
 free blocks in the order of allocation: empty ones are all alike, cached ones have their hashes.
@@ -36,6 +37,7 @@ from marshal import dumps
 from typing import Any
 
 from forge.blocks import BlockHash, chain_hashes, root_hash
+from forge.host_cache import MAX_TOUCHED_RATIO
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from forge.sequence import Sequence
@@ -104,6 +106,7 @@ class Canonicaliser:
             tuple(tables),
             tuple([indices[seq_id] for seq_id in scheduler.gate.sequences]),
             tuple(sorted([(key[:8], indices.get(i)) for key, i in in_progress.items()])),
+            () if scheduler.config.host_tier is None else _host(scheduler, indices),
             tuple(blocks),
             pool.num_disposable_blocks,
             tuple([self._block(scheduler, block) for block in pool.free_blocks]),
@@ -190,6 +193,49 @@ def continued_tips(world: TinyWorld) -> list[tuple[str, BlockHash]]:
             prompt = request.prompt[: len(request.prompt) // size * size]
             found |= {(request.tenant, each) for each in chain_hashes(root, prompt, size)}
     return sorted(found)
+
+
+def _host(scheduler: Scheduler, indices: dict[int, int]) -> Form:
+    """Return the form of the host pool. No world has files.
+
+    It reads private fields: only hashes, orders and counts of them decide anything.
+    """
+    host, pool = scheduler.host_cache, scheduler.pool
+    held, touched = host._hash_by_block, (*host._touched_once, *host._reused_hashes)
+    # Touches are forgotten only beyond a bound, which no world reaches.
+    assert len(touched) < MAX_TOUCHED_RATIO * (pool.num_blocks + host.num_blocks)
+    stores, loads = [], []
+    for plan in scheduler.ledger:
+        pending = [host._storing.get(move.host_block) for move in plan.stores]
+        stores.append(tuple([x.block_hash[:8] for x in pending if x and x.step == plan.step]))
+        running = scheduler.running
+        loading = [running.get(load.seq_id) for load in plan.loads]
+        loads.append(
+            tuple(
+                [
+                    indices[s.id]
+                    for s, load in zip(loading, plan.loads, strict=True)
+                    if s is not None and s.epoch == load.epoch
+                ]
+            )
+        )
+    return (
+        len(host._free_blocks),
+        tuple([held[block][:8] for block in host._unpinned_blocks]),
+        tuple([held[block][:8] for block in host._redundant_blocks]),
+        tuple(stores),
+        tuple(loads),
+        tuple(
+            [
+                (indices[i], host._num_planned[i], tuple([held[b][:8] for b in blocks]))
+                for i, blocks in host._to_load.items()
+            ]
+        ),
+        tuple(sorted([block_hash[:8] for block_hash in host._touched_once])),
+        tuple(sorted([block_hash[:8] for block_hash in host._reused_hashes])),
+        tuple(sorted([pool._hash_by_block[block][:8] for block in pool._dirty])),
+        pool.num_dirty_cached_blocks,
+    )
 
 
 def _plan(plan: StepPlan, sequences: dict[int, Sequence], indices: dict[int, int]) -> Form:

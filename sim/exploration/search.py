@@ -216,11 +216,14 @@ class Search:
         self.reached[action.kind] += 1
         if plan is not None:
             for event in plan.admitted:
-                why, _, shared = event.why.partition(", ")
+                why, _, shared = event.why.rpartition(", ")
+                why = why.partition(", ")[0]
                 self.reached["forked" if why.startswith("forked") else why] += 1
                 self.reached["prefix hit"] += not shared.startswith("0 ")
             self.reached["preempted"] += sum("blocks needed" in e.why for e in plan.preempted)
             self.reached["copied"] += len(plan.copies)
+            self.reached["stored"] += len(plan.stores)
+            self.reached["loaded"] += len(plan.loads)
 
     # Liveness.
 

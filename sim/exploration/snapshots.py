@@ -25,8 +25,10 @@ from typing import Any
 
 from forge.blocks import BlockPool, BlockTable
 from forge.commit_gate import CommitGate
-from forge.config import EngineConfig
+from forge.config import DiskTier, EngineConfig, HostTier
+from forge.disk_cache import DiskCache
 from forge.drafting import NoDrafter
+from forge.host_cache import HostCache
 from forge.invariants import PlanAudit
 from forge.policy import Policy
 from forge.policy_calls import PolicyCalls
@@ -39,14 +41,14 @@ from forge.sessions import Session, SessionTable
 from forge.sim.exploration.world import AnyTokenMatcher, State
 
 CONSTANT_TYPES = (
-    *(EngineConfig, Policy, Request, SamplingParams),
+    *(EngineConfig, HostTier, DiskTier, Policy, Request, SamplingParams),
     *(NoDrafter, AnyTokenMatcher),
 )
 """Types whose values never change: a snapshot has an index in their place."""
 
 OBJECT_TYPES = (
     *(Scheduler, BlockPool, PrefixCache, SessionTable),
-    *(CommitGate, PolicyCalls, PlanAudit),
+    *(CommitGate, PolicyCalls, PlanAudit, HostCache, DiskCache),
 )
 DATACLASSES: tuple[type[Any], ...] = (BlockTable, Sequence, Session)
 """Types that are saved without names of fields and of types: it takes half the time."""

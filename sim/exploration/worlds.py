@@ -11,6 +11,9 @@ largest output and what else is set.
     exempt            6      2       2  an urgent one that always preempts a long one; no sharing
     structure         4      2       3  one with a grammar, which is planned one commit at a time
     resize            4      2       3  two, in a pool that shrinks and grows
+    host              3      2       3  two that evict each other to a host pool of three blocks
+    host-filter       3      2       3  the same with two host blocks, stored at a second touch
+    host-busy         4      2       3  one that loads a block a plan while the other computes
     sessions          4      2       4  two turns of a session, and one that shares its prefix
     recognised        4      2       4  two that name no session, the second continues the first
     agents            4      2       4  turns of two sessions that do not fit together
@@ -22,10 +25,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forge.config import EngineConfig
+from forge.config import EngineConfig, HostTier
 from forge.errors import InvalidConfig
 from forge.request import Request, SamplingParams, Structure
-from forge.sim.exploration.world import ABORT, CLOSES, EXPIRE, FAULTS, VOID, TinyWorld
+from forge.sim.exploration.world import ABORT, CLOSES, EXPIRE, FAULTS, RESET, VOID, TinyWorld
 
 A, B = 1, 2
 BLOCK_SIZE = 2
@@ -113,6 +116,33 @@ RESIZE = _world(
     faults=(ABORT,),
     sizes=(3, 4),
 )
+HOST = _world(
+    "host",
+    replace(
+        _config(3, 2, 3),
+        host_tier=HostTier(num_blocks=3, max_moved_blocks=1, min_clean_percent=100, min_touches=1),
+    ),
+    (_request(0, (A, B, A, B, A), 1), _request(1, (A, B, B), 3)),
+    faults=(ABORT, VOID, RESET),
+)
+HOST_FILTER = _world(
+    "host-filter",
+    replace(
+        _config(3, 2, 3),
+        host_tier=HostTier(num_blocks=2, max_moved_blocks=None, min_clean_percent=50),
+    ),
+    (_request(0, (A, B, A, B, A), 1), _request(1, (B, B, A), 2)),
+    faults=(ABORT, VOID),
+)
+HOST_BUSY = _world(
+    "host-busy",
+    replace(
+        _config(4, 2, 3),
+        host_tier=HostTier(num_blocks=2, max_moved_blocks=1, min_clean_percent=75, min_touches=1),
+    ),
+    (_request(0, (A, B, A, B, A), 1), _request(1, (B,), 4)),
+    faults=(ABORT,),
+)
 SESSIONS = _world(
     "sessions",
     _config(4, 2, 4, max_sessions=2),
@@ -168,7 +198,18 @@ MIXED = _world(
 WORLDS = {
     world.name: world
     for world in (
-        *(PAIR, LENGTHS, FORKS, PRIORITIES, EXEMPT, STRUCTURE, RESIZE),
+        *(
+            PAIR,
+            LENGTHS,
+            FORKS,
+            PRIORITIES,
+            EXEMPT,
+            STRUCTURE,
+            RESIZE,
+            HOST,
+            HOST_FILTER,
+            HOST_BUSY,
+        ),
         *(SESSIONS, RECOGNISED, AGENTS, CROWDED, MIXED),
     )
 }

@@ -116,6 +116,9 @@ def print_report(scenario: Scenario, figures: Mapping[str, Any], digest: str | N
     print(f"cache       {figures['most_blocks']} of {scenario.engine.num_blocks} blocks at most")
     print(f"preemptions {figures['preemptions']}")
     print(f"prefix      {100 * share:.1f} % of {figures['prompt_tokens']} prompt tokens shared")
+    if "loaded_tokens" in figures:
+        num_loaded, num_blocks = figures["loaded_tokens"], scenario.host_blocks
+        print(f"host        {num_loaded} tokens loaded from {num_blocks} blocks")
     if figures["sessions"]:
         _print_sessions(figures["sessions"])
     if scenario.engine.speculation is not None:

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.errors import ForgeError, InvalidRequest
-from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.request import (
+    CachedTokens,
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from tests.texts import ANY_CHARACTER
 
 VALID_VALUES: list[tuple[str, Any]] = [
@@ -409,9 +416,20 @@ def test_finish_reasons_are_the_words_that_users_see() -> None:
 
 def test_a_delta_repr_builds_an_equal_delta() -> None:
     delta = Delta(
-        4, 1, (7,), FinishReason.STOP, 7, (TokenLogprob(7, -0.5, ((7, -0.5), (2, -1.0))),)
+        4,
+        1,
+        (7,),
+        FinishReason.STOP,
+        7,
+        (TokenLogprob(7, -0.5, ((7, -0.5), (2, -1.0))),),
+        cached_tokens=CachedTokens(12, 8, 4),
     )
     assert eval(repr(delta)) == delta
+
+
+def test_cached_tokens_add_up_by_tier() -> None:
+    tokens = CachedTokens(1, 2, 3).plus(CachedTokens(10, 20, 30))
+    assert (tokens, tokens.total) == (CachedTokens(device=11, host=22, disk=33), 66)
 
 
 @pytest.mark.parametrize(

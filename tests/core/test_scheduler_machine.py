@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from forge.blocks import BlockPool, chain_hash, root_hash
-from forge.config import EngineConfig
+from forge.config import EngineConfig, HostTier, LoadCosts
 from forge.errors import (
     BlocksInUse,
     CacheError,
@@ -38,6 +38,7 @@ from forge.errors import (
     OutOfBlocks,
     UnknownSequence,
 )
+from forge.models.file_moves import FileMoves
 from forge.models.hash import HashModel
 from forge.models.logits import FaultHooks, LogitsModel
 from forge.policy import FCFS, Candidate, PolicyContext, Split
@@ -47,7 +48,9 @@ from forge.seam import PendingStep, StepOutput, StepPlan
 from tests.core.reference import compute_expected
 from tests.core.worlds import (
     ALLOWED_PREEMPTIONS,
+    DISK,
     ChoiceResult,
+    FaultyStore,
     PlanAudit,
     audit,
     audit_drained,
@@ -129,15 +132,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth: int,
         caching: bool,
     ) -> None:
-        self.config = EngineConfig(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=rows,
-            max_num_batched_tokens=rows + more_budget,
-            max_model_len=LONGEST,
-            depth=depth,
-            enable_prefix_caching=caching,
+        self.create(
+            EngineConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=rows,
+                max_num_batched_tokens=rows + more_budget,
+                max_model_len=LONGEST,
+                depth=depth,
+                enable_prefix_caching=caching,
+            )
         )
+
+    def create(self, config: EngineConfig) -> None:
+        """Create the scheduler, its model and the oracle."""
+        self.config = config
+        num_blocks, block_size = config.num_blocks, config.block_size
         self.oracle = HashModel(vocab_size=5, num_blocks=num_blocks, block_size=block_size)
         self.model = LogitsModel(
             self.logits,
@@ -146,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=num_blocks,
             block_size=block_size,
             faults=FaultHooks(result=self.errors),
+            files=self.create_files(config),
         )
         policy = FCFS._replace(preempt=self.preempt, split=self.split)
         self.scheduler = Scheduler(self.config, 5, (0,), policy)
@@ -160,13 +171,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.idle = False
         self.meaning: dict[bytes, tuple[str, tuple[int, ...]]] = {}
 
+    def create_files(self, config: EngineConfig) -> FileMoves | None:
+        """Return the model's files: none."""
+        return None
+
+    def waits_for_files(self, chain: Sequence[bytes]) -> bool:
+        """Return whether a sequence with this chain may wait for files."""
+        return False
+
     def logits(self, context: Sequence[int]) -> list[float]:
         if context[0] == POISON and len(context) >= 6:
             return [nan] * 5
         return self.oracle.context_logits(context)
 
     def errors(self, plan: StepPlan) -> Mapping[int, str]:
-        return {} if self.broken_row is None else {self.broken_row % len(plan.rows): "broken row"}
+        if self.broken_row is None or not plan.rows:
+            return {}
+        return {self.broken_row % len(plan.rows): "broken row"}
 
     def preempt(self, offered: Sequence[Candidate], context: PolicyContext) -> Candidate:
         """Recompute the default choice: priority class, fewest output tokens, higher id (I25)."""
@@ -414,6 +435,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 or s.id in coming
                 or any(sibling.slot is not None for sibling in siblings)
                 or (missing and missing[0] in computing)
+                or self.waits_for_files(chain_of(self.scheduler, s))
             ), f"sequence {seq_id} overtakes {s.id}"
 
     def check_admission(self, seq_id: int, why: str) -> None:
@@ -700,6 +722,106 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_used_blocks == 0 and not any(self.pool._ref_counts)
 
 
+class HostMachine(SchedulerMachine):
+    """The same events with a host pool: blocks are stored, lost, loaded and resized away."""
+
+    @initialize(
+        num_blocks=st.integers(5, 10),
+        block_size=st.integers(1, 3),
+        rows=st.integers(1, 4),
+        more_budget=st.sampled_from((0, 3, 30)),
+        depth=st.sampled_from((1, 2, 2)),
+        host_tier=st.builds(
+            HostTier,
+            num_blocks=st.sampled_from((0, 1, 3, 12, 30, 30)),
+            max_moved_blocks=st.sampled_from((1, 1, 4, None)),
+            min_clean_percent=st.sampled_from((30, 100, 100)),
+            min_touches=st.sampled_from((1, 1, 2)),
+            min_loaded_blocks=st.sampled_from((1, 1, 2)),
+            costs=st.sampled_from((None, None, LoadCosts(3, 2, 1))),
+            disk=st.sampled_from((None, DISK, DISK)),
+        ),
+        store_seed=st.integers(0, 7),
+    )
+    def build(  # type: ignore[override]  # the arguments are drawn
+        self,
+        num_blocks: int,
+        block_size: int,
+        rows: int,
+        more_budget: int,
+        depth: int,
+        host_tier: HostTier,
+        store_seed: int,
+    ) -> None:
+        self.store_seed = store_seed
+        self.create(
+            EngineConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=rows,
+                max_num_batched_tokens=rows + more_budget,
+                max_model_len=LONGEST,
+                depth=depth,
+                host_tier=host_tier,
+            )
+        )
+
+    def create_files(self, config: EngineConfig) -> FileMoves | None:
+        store = FaultyStore(self.store_seed)
+        return FileMoves(store, lateness=store.lateness)
+
+    def waits_for_files(self, chain: Sequence[bytes]) -> bool:
+        return not self.scheduler.disk_cache._fetching.isdisjoint(chain)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 30), max_tokens=st.sampled_from((1, 2, 6)), count=st.integers(1, 2))
+    def submit_a_next_turn(self, pick: int, max_tokens: int, count: int) -> None:
+        """Submit requests that go on with the context of earlier ones."""
+        for index in range(pick, pick + count):
+            earlier = self.requests[index % len(self.requests)]
+            room = self.scheduler.pool.num_blocks * self.config.block_size - max_tokens
+            context = (*earlier.prompt, *self.choices[earlier.id, 0].tokens)[: min(12, room)]
+            if room < 1:
+                continue
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+            turn = Request(len(self.requests), context, params, cache_salt=earlier.cache_salt)
+            self.submit_one(turn)
+
+    submit_another_turn = submit_a_next_turn
+
+    @precondition(SchedulerMachine.working)
+    @rule(num_host_blocks=st.sampled_from((0, 1, 5, 30, 30, 30)), really=seldom)
+    def resize_host(self, num_host_blocks: int, really: bool) -> None:
+        if not really and not self.scheduler.host_cache.loading_seq_ids:
+            return
+        self.resize_host_to(num_host_blocks)
+
+    def resize_host_to(self, num_host_blocks: int) -> None:
+        loading = self.scheduler.host_cache.loading_seq_ids
+        self.scheduler.resize_host(num_host_blocks)
+        stopped = set(loading) - set(self.scheduler.host_cache.loading_seq_ids)
+        self.reached["preempted by a resize of the host pool"] += len(stopped)
+
+    def schedule(self) -> StepPlan | None:
+        plan = super().schedule()
+        if plan is not None:
+            self.reached["stores"] += len(plan.stores)
+            self.reached["loads"] += len(plan.loads)
+            self.reached["fetches"] += len(plan.fetches)
+            self.reached["loads alongside rows"] += bool(plan.loads and plan.rows)
+        return plan
+
+    @invariant()
+    def check_host(self) -> None:
+        """Check that each held host block has the tokens of its hash (I15)."""
+        host, size = self.scheduler.host_cache, self.config.block_size
+        contents = self.model._host_blocks.contents
+        for host_block, block_hash in host._hash_by_block.items():
+            _, tokens = self.meaning[block_hash]
+            content = contents[host_block]
+            assert content is not None and tuple(content) == tokens[-size:], host_block
+
+
 def run_machine(
     machine: type[SchedulerMachine] | type[PoolMachine], examples: int, steps: int
 ) -> Counter[str]:
@@ -739,6 +861,15 @@ SCHEDULER_EVENTS = (
     "ended by abort",
     "ended by error",
 )
+HOST_EVENTS = (
+    "stores",
+    "loads",
+    "fetches",
+    "loads alongside rows",
+    "preempted",
+    "voids",
+    "aborted in flight",
+)
 POOL_EVENTS = (
     "prefix hits",
     "published",
@@ -761,6 +892,12 @@ def test_few_orders_of_events_break_no_invariant_of_the_scheduler() -> None:
 
 
 @pytest.mark.timeout(400)
+def test_few_orders_of_events_break_no_invariant_with_a_host_pool() -> None:
+    reached = run_machine(HostMachine, 12, 40)
+    assert reached["stores"] and reached["loads"]
+
+
+@pytest.mark.timeout(400)
 def test_few_orders_of_operations_break_no_invariant_of_the_pool() -> None:
     reached = run_machine(PoolMachine, 60, 50)
     assert reached["published"] and reached["evicted"]
@@ -775,6 +912,13 @@ def test_no_order_of_events_breaks_an_invariant_of_the_scheduler() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
+def test_no_order_of_events_breaks_an_invariant_with_a_host_pool() -> None:
+    reached = run_machine(HostMachine, 100, 50)
+    assert not [event for event in HOST_EVENTS if not reached[event]]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_no_order_of_operations_breaks_an_invariant_of_the_pool() -> None:
     reached = run_machine(PoolMachine, 120, 50)
     assert not [event for event in POOL_EVENTS if not reached[event]]
@@ -784,6 +928,12 @@ def test_no_order_of_operations_breaks_an_invariant_of_the_pool() -> None:
 def test_no_order_of_events_breaks_an_invariant_of_the_scheduler_in_the_long_run() -> None:
     reached = run_machine(SchedulerMachine, 10_000, 100)
     assert not [event for event in SCHEDULER_EVENTS if reached[event] < 100]
+
+
+@pytest.mark.soak
+def test_no_order_of_events_breaks_an_invariant_with_a_host_pool_in_the_long_run() -> None:
+    reached = run_machine(HostMachine, 10_000, 100)
+    assert not [event for event in HOST_EVENTS if reached[event] < 100]
 
 
 @pytest.mark.soak

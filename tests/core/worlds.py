@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
-from forge.config import EngineConfig, Speculation, StepCosts
+from forge.config import DiskTier, EngineConfig, HostTier, LoadCosts, Speculation, StepCosts
 from forge.engine import Engine
 from forge.errors import NeverFits
 from forge.invariants import ALLOWED_PREEMPTIONS, PlanAudit, audit, audit_drained, describe_states
@@ -25,6 +25,7 @@ from forge.invariants import audit_pool as audit_pool
 from forge.invariants import chain_of as chain_of
 from forge.invariants import snapshot as snapshot
 from forge.invariants import tokens_in_flight as tokens_in_flight
+from forge.models.file_moves import FileMoves
 from forge.models.hash import HashModel
 from forge.models.logits import NO_FAULTS, FaultHooks
 from forge.policy import POLICIES, Candidate, Policy, PolicyContext, Split
@@ -36,7 +37,7 @@ from forge.request import (
     Structure,
     TokenLogprob,
 )
-from forge.seam import Model, PendingStep, StepOutput, StepPlan
+from forge.seam import HostFile, Model, PendingStep, StepOutput, StepPlan, executes_moves
 from forge.tokenizer import ByteTokenizer, Tokenizer
 from tests.core.reference import ALPHABET, ExpectedChoice, compute_expected
 
@@ -58,6 +59,7 @@ class Chances(NamedTuple):
     submit: float = 0.5
     abort: float = 0.0
     resize: float = 0.0
+    resize_host: float = 0.0
     reset: float = 0.0
     break_step: float = 0.0
     break_row: float = 0.0
@@ -119,7 +121,30 @@ def draw_world(seed: int) -> RandomWorld:
     world = RandomWorld(
         seed, config, requests, vocab_size, likely, eos_token, policy, chances, tokenizer
     )
-    return _with_drafts(world) if seed % 2 else world
+    world = _with_drafts(world) if seed % 2 else world
+    return with_host_tier(world) if config.enable_prefix_caching else world
+
+
+DISK = DiskTier(max_files=200, max_moves=12, max_wait_plans=4)
+
+
+def with_host_tier(world: RandomWorld) -> RandomWorld:
+    """Return the world with a drawn pool of blocks in host memory, or with none."""
+    rng = Random(f"{world.seed} host tier")
+    num_blocks = world.config.num_blocks
+    host_tier = HostTier(
+        num_blocks=rng.choice((0, 1, 2, num_blocks // 2, num_blocks, 4 * num_blocks)),
+        max_moved_blocks=rng.choice((1, 4, None)),
+        min_clean_percent=rng.choice((12, 50, 100, 100)),
+        min_touches=rng.choice((1, 1, 2)),
+        min_loaded_blocks=rng.choice((1, 1, 3)),
+        costs=rng.choice((None, None, LoadCosts(3, 2, 1))),
+        disk=rng.choice((None, DISK)),
+    )
+    return world._replace(
+        config=replace(world.config, host_tier=rng.choice((None, host_tier, host_tier))),
+        chances=world.chances._replace(resize_host=rng.choice((0.0, 0.0, 0.1))),
+    )
 
 
 COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), scheduler=((1, 0.05),))
@@ -129,18 +154,23 @@ COSTS = StepCosts(((1, 1.0), (8, 1.1), (64, 3.0)), ((1, 0.1), (64, 0.3)), schedu
 def _with_drafts(world: RandomWorld) -> RandomWorld:
     """Return the world with a drawn way of speculation."""
     rng = Random(f"{world.seed} drafts")
-    speculation = Speculation(
-        num_tokens=rng.choice((1, 2, 3, 5)),
-        method=rng.choice(("draft", "draft", "draft", "ngram")),
-        acceptance=rng.choice(("coupled", "coupled", "rejection")),
-        num_blocks=rng.choice((None, None, None, 3)),
-        costs=rng.choice((None, None, COSTS)),
-    )
+    speculation = draw_speculation(rng)
     return world._replace(
         config=replace(world.config, speculation=speculation),
         chances=world.chances._replace(break_draft=rng.choice((0.0, 0.0, 0.0, 0.1))),
         agreement=rng.choice((0.0, 0.3, 0.8, 0.95, 1.0)),
         is_draft_unrelated=rng.random() < 0.3,
+    )
+
+
+def draw_speculation(rng: Random) -> Speculation:
+    """Draw a way of speculation."""
+    return Speculation(
+        num_tokens=rng.choice((1, 2, 3, 5)),
+        method=rng.choice(("draft", "draft", "draft", "ngram")),
+        acceptance=rng.choice(("coupled", "coupled", "rejection")),
+        num_blocks=rng.choice((None, None, None, 3)),
+        costs=rng.choice((None, None, COSTS)),
     )
 
 
@@ -189,6 +219,46 @@ def draw_request(
         priority=rng.choice((0, 0, 1)),
         cache_salt=rng.choice(("", "", "salt")),
     )
+
+
+class FaultyStore:
+    """Contents by key in memory. Some writes and reads fail, some are answered late, or never.
+
+    The seed decides it, not the order of calls. A seed in four has no fault at all.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.contents: dict[bytes, bytes] = {}
+        self._seed = seed
+
+    def _draw(self, key: bytes, what: str) -> float:
+        if self._seed % 4 == 0:
+            return 1.0
+        return Random(f"{self._seed} {key.hex()} {what}").random()
+
+    def write(self, key: bytes, content: bytes) -> bool:
+        """Keep the content, fail, or raise."""
+        if self._draw(key, "write") < 0.05:
+            raise OSError("no space left")
+        if self._draw(key, "write") < 0.1:
+            return False
+        self.contents[key] = content
+        return True
+
+    def read(self, key: bytes) -> bytes | None:
+        """Return the content, nothing, half of it, or raise."""
+        draw = self._draw(key, "read")
+        if draw < 0.03:
+            raise OSError("input/output error")
+        content = self.contents.get(key)
+        if content is not None and draw < 0.06:
+            return content[: len(content) // 2]
+        return None if draw < 0.1 else content
+
+    def lateness(self, step: int, file: HostFile) -> int:
+        """Return by how many plans the answer is late."""
+        draw = self._draw(file.key, f"lateness {step}")
+        return 1_000_000 if draw < 0.02 else int(6 * draw) if draw < 0.8 else 0
 
 
 def arbitrary_policy(rng: Random) -> Policy:
@@ -261,6 +331,10 @@ class RecordingModel:
         """Return the end token of the model."""
         return self._model.eos_token()
 
+    def executes_moves(self) -> bool:
+        """Return whether the model carries out stores and loads."""
+        return executes_moves(self._model)
+
     def forward(self, plan: StepPlan) -> PendingStep:
         """Log the plan, call `on_plan`, and run the model."""
         self.log.append(plan)
@@ -322,6 +396,10 @@ class WorldOutcome(NamedTuple):
 
 def build_engine(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
     """Return the world's model, its recorder, and an engine on them."""
+    host_tier = world.config.host_tier
+    store = None
+    if host_tier is not None and host_tier.disk is not None:
+        store = FaultyStore(world.seed)
     model = HashModel(
         vocab_size=world.vocab_size,
         eos_token=world.eos_token,
@@ -331,6 +409,7 @@ def build_engine(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]
         likely_tokens=world.likely_tokens,
         faults=_faults(world),
         draft=_draft(world),
+        files=None if store is None else FileMoves(store, lateness=store.lateness),
     )
     recorder = RecordingModel(model)
     policy = POLICIES.get(world.policy) or arbitrary_policy(Random(world.seed))
@@ -448,10 +527,14 @@ def _disturb(
     if rng.random() < chances.resize:
         least = _min_blocks(world.requests, world.config.block_size)
         try:
-            scheduler.resize(least + rng.choice((0, 1, 3, 10)))
+            engine.resize(least + rng.choice((0, 1, 3, 10)))
             event_counts["resized"] += 1
         except NeverFits:  # without max_tokens a request may need the larger pool
             event_counts["resize refused"] += 1
+    if chances.resize_host and scheduler.config.host_tier is not None:
+        if rng.random() < chances.resize_host:
+            engine.resize(num_host_blocks=rng.choice((0, 1, 3, 20)))
+            event_counts["host resized"] += 1
     if rng.random() < chances.reset:
         engine.reset_prefix_cache()
         event_counts["cache reset"] += 1
@@ -520,6 +603,8 @@ def count_events(log: list[StepPlan | StepOutput]) -> Counter[str]:
         if isinstance(entry, StepOutput):
             while in_flight_plans and in_flight_plans[0].step <= entry.step:
                 in_flight_plans.popleft()
+            event_counts["good answers"] += sum(answer.is_good for answer in entry.answers)
+            event_counts["bad answers"] += sum(not answer.is_good for answer in entry.answers)
             for out in entry.rows:
                 event_counts["accepted drafts"] += max(0, len(out.tokens) - 1)
                 event_counts["rejected drafts"] += len(out.verified) >= len(out.tokens) > 0
@@ -546,6 +631,21 @@ def count_events(log: list[StepPlan | StepOutput]) -> Counter[str]:
                 ", 0 tokens" not in event.why
             )
         event_counts["copies"] += len(plan.copies)
+        event_counts["stores"] += len(plan.stores)
+        event_counts["spills"] += len(plan.spills)
+        event_counts["fetches"] += len(plan.fetches)
+        event_counts["plans for files"] += not (plan.rows or plan.loads or plan.copies)
+        event_counts["loads"] += len(plan.loads)
+        event_counts["loads alongside rows"] += bool(plan.loads and plan.rows)
+        event_counts["loads of several plans"] += any(
+            (load.seq_id, load.epoch) == (other.seq_id, other.epoch)
+            for earlier in in_flight_plans
+            for other in earlier.loads
+            for load in plan.loads
+        )
+        event_counts["resumed by loads"] += sum(
+            event.why.startswith("resumed") and "to load" in event.why for event in plan.admitted
+        )
         event_counts["drafts and prompts"] += any(r.drafts for r in plan.rows) and any(
             len(r.tokens) > 1 for r in plan.rows
         )

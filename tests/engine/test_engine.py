@@ -171,7 +171,7 @@ def test_a_resized_pool_changes_no_token(depth: int) -> None:
         e.submit(each)
     served = ServedRequests()
     for num_blocks in (20, 20, 9, 6, 30, 6):
-        e.scheduler.resize(num_blocks)
+        e.resize(num_blocks)
         served.add(e.step())
     while e.has_work:
         served.add(e.step())

@@ -31,7 +31,15 @@ from forge.errors import (
     UnknownSequence,
 )
 from forge.policy import FCFS
-from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.request import (
+    CachedTokens,
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
+from forge.tier_status import TierStatus
 from tests.engine.test_async_llm import BlockingPolicy
 
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
@@ -268,13 +276,16 @@ SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
         {"tokens": (3,), "logprobs": SCORES},
         {"prompt_logprobs": SCORES},
         {"finish": FinishReason.ERROR, "error": "why"},
+        {"finish": FinishReason.STOP, "cached_tokens": CachedTokens(4, 3, 2)},
     ],
     ids=str,
 )
 def test_a_delta_is_the_same_after_a_pipe(fields: dict[str, Any]) -> None:
     delta = Delta(2**40, 1, **fields)
-    status = EngineStatus(1, 2, 3, 4, 5, True, False, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-    report = StepReport([delta], [(8, "taken")], status, 0.5, [1.5, 2.5], [11], [(12, True)])
+    tiers = TierStatus(*range(20, 35))
+    status = EngineStatus(*range(1, 6), True, False, *range(6, 17), tiers)
+    figures = ([1.5, 2.5], [11], [(12, True)], [(13, None)])
+    report = StepReport([delta], [(8, "taken")], status, 0.5, *figures)
     again = _unpack_report(*pickle.loads(pickle.dumps(_pack_report(report))))
     assert again == report
     assert type(again.deltas[0]) is Delta and type(again.status) is EngineStatus

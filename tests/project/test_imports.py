@@ -30,6 +30,8 @@ ENGINE_AND_BELOW = {
         "policies.*",
         "sessions",
         "sequence",
+        "host_cache",
+        "disk_cache",
         "prefix_cache",
         "scheduler",
         "engine",
@@ -43,7 +45,7 @@ HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
     ENGINE_AND_BELOW
     | HOSTS
-    | {"log", "outputs", "overhead", "start_log", "version"}
+    | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
     | {"models.*", "llm", "async_llm"}
 )
 
@@ -55,6 +57,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "requirements": set(),
     "config": {"errors"},
     "limits": {"errors"},
+    "tier_options": {"config", "errors"},
     "request": {"errors"},
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
@@ -70,7 +73,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "plan_rows": {"blocks", "drafting", "seam", "sequence"},
     "tokenizer": {"errors"},
     "sequence": {"request", "sampling", "seam", "blocks", "sessions"},
-    "prefix_cache": {"config", "request", "blocks", "sequence"},
+    "host_cache": {"blocks", "config", "seam", "sequence"},
+    "disk_cache": {"blocks", "config", "host_cache", "seam"},
+    "prefix_cache": {"blocks", "config", "host_cache", "request", "sequence"},
     "structured_output": {"errors", "feedback_queue", "request", "tokenizer"},
     "feedback_queue": set(),
     "grammar_sandbox": {"errors", "feedback_queue", "request", "structured_output", "tokenizer"},
@@ -83,19 +88,25 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     - {"recording", "tokenizer", "engine", "scheduler", "structured_output"},
     "engine": ENGINE_AND_BELOW - {"engine"} | {"feedback_queue"},
     "overhead": {"config", "engine", "request", "seam"},
-    "invariants": {"blocks", "drafting", "engine", "scheduler", "seam", "sequence", "sessions"},
+    "invariants": {
+        *("blocks", "drafting", "engine", "host_cache", "scheduler", "seam", "sequence"),
+        "sessions",
+    },
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
-        *("models.*", "start_log", "version"),
+        *("models.*", "start_log", "tier_options", "version"),
     },
+    "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
     "outputs": {"request", "tokenizer"},
     "progress": {"outputs"},
     "llm": ENGINE_AND_BELOW
     | {"models.*", "outputs", "overhead", "progress"}
     | {"start_log", "version"},
     "session_timers": {"sessions"},
+    "tier_status": {"scheduler"},
     "engine_loop": {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
+        "tier_status",
     },
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
@@ -153,8 +164,10 @@ LAZY_IMPORTS: dict[str, set[str]] = {
 # package -> its folders and files, top to bottom: each imports from itself and from those below it.
 ORDER: dict[str, tuple[str, ...]] = {
     "models.hf": (
-        *("__init__", "loading", "model", "runner", "step", "speculation", "sampling"),
+        *("__init__", "loading", "model", "block_moves", "host_pool"),
+        *("runner", "step", "speculation", "sampling"),
         *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
+        "kv_cache_pool",
         *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress"),
     ),
     "sim": (
@@ -176,6 +189,8 @@ CORE = (
         "blocks",
         "policy",
         "sequence",
+        "host_cache",
+        "disk_cache",
         "prefix_cache",
         "sessions",
     ),

@@ -16,6 +16,7 @@ from forge.blocks import BlockPool, BlockTable
 from forge.cli.main import main
 from forge.commit_gate import CommitGate
 from forge.errors import InvalidConfig
+from forge.host_cache import HostCache
 from forge.policy import FCFS, POLICIES, Candidate, Policy, PolicyContext
 from forge.prefix_cache import PrefixCache
 from forge.request import Delta
@@ -70,6 +71,9 @@ REACHES = {
     "exempt": ("preempted", "resumed"),
     "structure": ("prefix hit", "resumed", "reset"),
     "resize": ("preempted", "prefix hit", "resize"),
+    "host": ("stored", "loaded", "prefix hit", "resumed", "void", "abort", "reset"),
+    "host-filter": ("stored", "loaded", "prefix hit", "resumed", "void", "abort"),
+    "host-busy": ("stored", "loaded", "prefix hit", "abort"),
 }
 """World -> what must happen in it."""
 
@@ -88,6 +92,12 @@ NUM_STATES = {
     ("structure", 2): 2601,
     ("resize", 1): 2802,
     ("resize", 2): 6012,
+    ("host", 1): 2103,
+    ("host", 2): 3295,
+    ("host-filter", 1): 7190,
+    ("host-filter", 2): 11691,
+    ("host-busy", 1): 6852,
+    ("host-busy", 2): 13568,
 }
 """World, depth -> its states under FCFS. A change of the scheduler's decisions changes them."""
 
@@ -415,6 +425,7 @@ def walk(
     [
         *("pair", "resize"),
         *(pytest.param(x, marks=pytest.mark.long) for x in ("forks", "priorities", "structure")),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("host", "host-filter", "host-busy")),
     ],
 )
 def test_states_that_are_merged_have_equal_futures(name: str) -> None:
@@ -449,8 +460,12 @@ def test_a_form_without_the_order_of_cached_blocks_merges_states_with_other_futu
 
 IN_FORM = {
     Scheduler: "pool prefix_cache waiting running sequences requests gate ledger _prefilling "
-    "_free_slots policy_calls sessions _session_table _is_stalled num_planned_tokens next_step",
-    BlockPool: "num_blocks tables _empty_blocks _cached_blocks _protected_blocks _hash_by_block",
+    "_free_slots host_cache policy_calls sessions _session_table _is_stalled num_planned_tokens "
+    "next_step",
+    BlockPool: "num_blocks tables _empty_blocks _cached_blocks _protected_blocks _hash_by_block "
+    "_dirty _dirty_cached_blocks _dirty_protected_blocks",
+    HostCache: "_free_blocks _hash_by_block _unpinned_blocks _redundant_blocks _storing _to_load "
+    "_num_planned _touched_once _reused_hashes",
     PrefixCache: "blocks_in_progress",
     CommitGate: "sequences",
     Sequence: "id request choice tokens max_len table slot num_synced_blocks epoch num_preemptions "
@@ -465,19 +480,23 @@ IN_FORM = {
 
 NOT_IN_FORM = {
     # Constants of a world.
-    Scheduler: "config drafter _vocab_size _end_ids _create_stop_checker _create_matcher "
-    "_acceptance "
+    Scheduler: "config drafter disk_cache _has_host_tier _vocab_size _end_ids _create_stop_checker "
+    "_create_matcher _acceptance "
     # Statistics and events, and numbers whose order alone matters.
-    "num_cached_tokens num_queried_tokens num_preemptions num_draft_tokens "
-    "num_accepted_tokens num_resumed_tokens new_request_ids _admitted_events _preempted_events "
+    "num_queried_tokens num_uncached_tokens num_preemptions num_draft_tokens "
+    "num_accepted_tokens cached_tokens resumed_tokens num_loaded_tokens new_request_ids "
+    "_admitted_events _preempted_events "
     "_finished_events _next_seq_id",
     # Protected hashes are those of chains. _ref_counts and _block_by_hash follow from the others.
     BlockPool: "block_size num_evictions num_copies peak_used_blocks _ref_counts _block_by_hash "
     "_protected_hashes",
-    PrefixCache: "_config _pool",
+    # Pins and reserved hashes follow from loads and stores. No world has files, or another size.
+    HostCache: "num_blocks num_stored_blocks num_loaded_blocks num_evictions _tier _pool "
+    "_block_by_hash _pins _reserved_hashes unspilled_blocks",
+    PrefixCache: "_config _pool _host_cache",
     CommitGate: "",
     # row_index is where a plan in flight has the sequence's row.
-    Sequence: "params bind stop_ids stop_checker matcher row_index",
+    Sequence: "params bind stop_ids stop_checker matcher row_index cached_tokens",
     BlockTable: "capacity",
     # Counts that follow from the sessions, and those that an action takes away.
     SessionTable: "_pool _max_sessions _on_close _by_tenant _num_chains _num_hashes num_paused "
@@ -493,7 +512,8 @@ def test_every_field_of_the_state_is_in_the_form_or_known_to_decide_nothing() ->
     """A new field of the core is added here, and to Canonicaliser where a decision reads it."""
     scheduler = create_state(find_world("pair", 1), FCFS).scheduler
     table = SessionTable(scheduler.pool, 1, print)
-    owners = (scheduler, scheduler.pool, scheduler.prefix_cache, scheduler.gate, table)
+    owners: tuple[object, ...] = (scheduler, scheduler.pool, scheduler.prefix_cache, table)
+    owners += (scheduler.gate, scheduler.host_cache)
     found: dict[type, set[str]] = {type(each): set(vars(each)) for each in owners}
     dataclasses = (Sequence, BlockTable, Session)
     found |= {each: {field.name for field in fields(each)} for each in dataclasses}

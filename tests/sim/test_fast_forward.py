@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
 import pytest
 
-from forge.config import EngineConfig
+from forge.config import EngineConfig, HostTier
 from forge.engine import Engine
 from forge.llm import load_policy
 from forge.policies import policy_names
 from forge.request import Delta
 from forge.seam import StepPlan
-from forge.sim.clock import Clock, VirtualClockModel
+from forge.sim.clock import FREE_LINK, Clock, LinkCost, VirtualClockModel
 from forge.sim.cost.simple import AffineCost, ConstantCost
 from forge.sim.decision_log import DecisionLog
 from forge.sim.fast_forward import run_fast_forward
@@ -79,6 +80,15 @@ def draw_world(seed: int) -> tuple[EngineConfig, Workload, AffineCost | Constant
         depth=rng.choice((1, 2)),
         enable_prefix_caching=rng.random() < 0.5,
     )
+    host_rng = Random(f"{seed} host")
+    if config.enable_prefix_caching and host_rng.random() < 0.6:
+        host_tier = HostTier(
+            num_blocks=host_rng.choice((1, 20, 300)),
+            max_moved_blocks=host_rng.choice((1, 8, None)),
+            min_clean_percent=host_rng.choice((12, 100)),
+            min_touches=host_rng.choice((1, 2)),
+        )
+        config = replace(config, host_tier=host_tier)
     rate = rng.choice((2.0, 20.0, 200.0))
     workload: Workload = rng.choice(
         (
@@ -100,7 +110,8 @@ def draw_world(seed: int) -> tuple[EngineConfig, Workload, AffineCost | Constant
 
 def run_world(seed: int, fast_forward: bool, reached: Counter[str]) -> RunState:
     config, workload, cost, policy = draw_world(seed)
-    model = VirtualClockModel(LengthModel(), Clock(), cost)
+    link = Random(f"{seed} link").choice((FREE_LINK, LinkCost(9_000, 700_000), LinkCost(1, 40_000)))
+    model = VirtualClockModel(LengthModel(), Clock(), cost, link)
     engine, lines = Engine(model, config, policy=load_policy(policy)), list[str]()
     log = DecisionLog(lines.append, {"seed": seed})
     world = World(engine, model, workload, log)
@@ -121,10 +132,11 @@ def run_world(seed: int, fast_forward: bool, reached: Counter[str]) -> RunState:
     reached["leapt" if fast_forward else "stepped"] += world.num_steps - calls
     reached["preemptions"] += engine.scheduler.num_preemptions
     reached["evictions"] += engine.scheduler.pool.num_evictions
+    reached["stores"] += engine.scheduler.host_cache.num_stored_blocks
     return RunState(
         lines,
         measures.summary(),
-        snapshot(engine.scheduler.pool),
+        snapshot(engine.scheduler.pool) + snapshot(engine.scheduler.host_cache),
         world.clock.now_ns,
         world.num_steps,
         engine.scheduler.num_planned_tokens,
@@ -147,7 +159,7 @@ def test_a_short_run_in_leaps_is_the_run_step_by_step() -> None:
 def test_a_run_in_leaps_is_the_run_step_by_step() -> None:
     reached = compare(range(14))
     assert reached["leapt"] > 500 and reached["stepped"] == 0
-    assert reached["preemptions"] and reached["evictions"]
+    assert reached["preemptions"] and reached["evictions"] and reached["stores"]
 
 
 def test_a_leap_goes_from_the_step_after_a_prompt_to_an_end() -> None:

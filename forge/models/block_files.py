@@ -1,0 +1,377 @@
+"""BlockFiles: contents of blocks in a folder, one file a block, that several processes may share.
+
+Owns the format of a file, the folder's permissions and its byte budget. Knows no scheduler, pool or
+tensor: a content is bytes under a key. Whatever is wrong with a file or the disk is a miss.
+
+    write   reserve bytes ──► .KEY.N.tmp, locked, at its full size ──► content ──► rename to KEY
+    read    open without following links ──► header ──► checksums ──► content, or None
+
+    file    | magic, version, length of pieces and content | layout | key |
+            | crc32 of each piece | crc32 of all before | content |
+
+Always true: files and temporary files together are within the budget, also between two processes.
+A temporary file without a lock is abandoned: its writer has ended.
+A file of the right name is complete, or it is found out: the name appears by a rename, and without
+fsync a file that a power failure has torn has a wrong checksum. Checksums detect damage and not
+tampering: only the user that owns the folder can write to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from struct import Struct
+from threading import Lock
+from zlib import crc32
+
+from forge.errors import InvalidConfig, one_line
+
+MAGIC, FORMAT_VERSION = b"forge-kv", 1
+HASH_BYTES = 64
+PIECE_BYTES = 256 * 1024
+MAX_CONTENT_BYTES = 2**32
+
+_FIXED = Struct(f"<8sIIQ{HASH_BYTES}s{HASH_BYTES}s")
+"""Magic, version, bytes of a piece, bytes of the content, layout, key."""
+_CRC = Struct("<I")
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO under a key must not block
+_LOCK = ".lock"
+_LOCK_POLL_S = 0.001
+_KEY_NAME = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
+_TEMPORARY_NAME = re.compile(rf"\.[0-9a-f]{{{2 * HASH_BYTES}}}\.\d+\.tmp")
+_GENERATION = Struct("<Q")
+"""Content of the lock file: it grows before each change of the folder."""
+
+
+def _num_pieces(content_bytes: int) -> int:
+    return -(-content_bytes // PIECE_BYTES)
+
+
+def header_bytes(content_bytes: int) -> int:
+    """Return the length of the header of a file with so many bytes of content."""
+    return _FIXED.size + _CRC.size * (_num_pieces(content_bytes) + 1)
+
+
+def encode_header(layout: bytes, key: bytes, content: bytes | memoryview) -> bytes:
+    """Return the header of a file."""
+    assert len(layout) == len(key) == HASH_BYTES, "hashes have 64 bytes"
+    fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, PIECE_BYTES, len(content), layout, key)
+    view = memoryview(content)
+    pieces = (view[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES))
+    header = fixed + b"".join(_CRC.pack(crc32(piece)) for piece in pieces)
+    return header + _CRC.pack(crc32(header))
+
+
+class BlockFiles:
+    """Contents of blocks in a folder. Any thread may call it.
+
+    layout            64 bytes: digest of all that decides what a content means, besides the key. A
+                      file of another layout is a miss
+    max_bytes         most bytes of all files of the folder, those of other processes included
+    max_lock_wait_s   most seconds to wait while another process holds the folder. Then a write
+                      fails, and opening the folder raises InvalidConfig
+    """
+
+    def __init__(
+        self, folder: str | Path, layout: bytes, max_bytes: int, max_lock_wait_s: float = 2.0
+    ) -> None:
+        self.layout = layout
+        self.max_bytes = max_bytes
+        self._max_lock_wait_s = max_lock_wait_s
+        self._folder = os.fspath(folder)
+        self._lock = Lock()
+        self._dir_fd = _open_folder(self._folder)
+        self._lock_fd = -1
+        self._bytes_by_name: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._num_bytes = 0
+        self._generation = -1
+        try:
+            self._lock_fd = self._open(_LOCK, os.O_RDWR | os.O_CREAT)
+            with self._changes():
+                self._remove_abandoned()
+        except TimeoutError as error:
+            self.close()
+            raise InvalidConfig(
+                "kv_disk_path", str(error), "End that process, or name another folder"
+            ) from error
+        except OSError as error:
+            self.close()
+            raise InvalidConfig(
+                "kv_disk_path",
+                f"{self._folder}/{_LOCK} cannot be used as a file: {error.strerror}",
+                "Remove it, or name another folder",
+            ) from error
+
+    def close(self) -> None:
+        """Close the folder. A second call changes nothing."""
+        for name in ("_lock_fd", "_dir_fd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of the folder's files, the least recently used first.
+
+        Raises TimeoutError where another process holds the folder too long.
+        """
+        with self._exclusive():
+            return [bytes.fromhex(n) for n in self._bytes_by_name if _KEY_NAME.fullmatch(n)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of the folder. Raises as `keys` does."""
+        with self._exclusive():
+            return self._num_bytes
+
+    def write(self, key: bytes, content: bytes | memoryview) -> bool:
+        """Write the content under the key, and return whether that was done.
+
+        Least recently used files are removed where the budget needs it. False where the content is
+        larger than the budget, the disk is full or fails, or another process holds the folder.
+        """
+        if not 0 < len(content) < MAX_CONTENT_BYTES:
+            return False
+        header = encode_header(self.layout, key, content)
+        name, temporary = key.hex(), ""
+        try:
+            reserved = self._reserve(name, len(header) + len(content))
+            if reserved is None:
+                return False
+            fd, temporary = reserved
+            try:
+                _write_all(fd, header)
+                _write_all(fd, content)
+                with self._changes():
+                    os.rename(temporary, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+                    self._num_bytes -= self._bytes_by_name.pop(name, 0)
+                    self._bytes_by_name[name] = self._bytes_by_name.pop(temporary)
+            finally:
+                os.close(fd)  # and unlocked: not before it has its name
+            return True
+        except OSError:
+            if temporary:
+                self.remove(temporary)
+            return False
+
+    def read(self, key: bytes) -> bytes | None:
+        """Return the content under the key, or None where it is missing or not as it was written.
+
+        A file that is not as it was written is removed.
+        """
+        name = key.hex()
+        try:
+            fd = self._open(name, os.O_RDONLY)
+        except OSError:
+            if self._is_listed(name):
+                self.remove(name)  # a link, or a file that cannot be opened
+            return None
+        try:
+            content = self._read_verified(fd, key)
+            if content is not None:
+                os.utime(fd)
+        except OSError:
+            content = None
+        finally:
+            os.close(fd)
+        if content is None:
+            self.remove(name)
+        else:
+            with self._lock:
+                if name in self._bytes_by_name:
+                    self._bytes_by_name.move_to_end(name)
+        return content
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with suppress(OSError), self._changes():
+            self._unlink(name)
+
+    def _is_listed(self, name: str) -> bool:
+        try:
+            os.lstat(name, dir_fd=self._dir_fd)
+        except OSError:
+            return False
+        return True
+
+    def _read_verified(self, fd: int, key: bytes) -> bytes | None:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        fixed = os.pread(fd, _FIXED.size, 0)
+        if len(fixed) < _FIXED.size:
+            return None
+        content_bytes = _FIXED.unpack(fixed)[3]
+        num_header = header_bytes(content_bytes)
+        # Before the file is read: a damaged one may be of any length.
+        if content_bytes >= MAX_CONTENT_BYTES or status.st_size != num_header + content_bytes:
+            return None
+        data = _read_all(fd, status.st_size)
+        if len(data) != status.st_size:
+            return None
+        content = data[num_header:]
+        # One comparison of everything: format, layout, key, lengths and checksums.
+        header = encode_header(self.layout, key, content)
+        return content if header == data[:num_header] else None
+
+    # The folder.
+
+    def _open(self, name: str, flags: int) -> int:
+        return os.open(name, flags | _FLAGS, 0o600, dir_fd=self._dir_fd)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the folder against other threads and processes, with its files listed."""
+        with self._lock:
+            self._lock_folder()
+            try:
+                data = os.pread(self._lock_fd, _GENERATION.size, 0)
+                generation = int.from_bytes(data, "little")
+                if generation != self._generation:
+                    self._list_files()
+                    self._generation = generation
+                yield
+            finally:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def _lock_folder(self) -> None:
+        """Lock the folder against other processes. Raises TimeoutError."""
+        deadline_s = time.monotonic() + self._max_lock_wait_s
+        while True:
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    raise TimeoutError(
+                        f"another process has held {self._folder}/{_LOCK} for more than "
+                        f"{self._max_lock_wait_s} s"
+                    ) from None
+            time.sleep(_LOCK_POLL_S)
+
+    @contextmanager
+    def _changes(self) -> Iterator[int]:
+        """Hold the folder for a change, and yield its number, which no other change has.
+
+        Other processes list the folder again, also if this one dies.
+        """
+        with self._exclusive():
+            generation, self._generation = (self._generation + 1) % 2**64, -1
+            os.pwrite(self._lock_fd, _GENERATION.pack(generation), 0)
+            yield generation
+            self._generation = generation  # not after an error: this process lists it again too
+
+    def _list_files(self) -> None:
+        """List keys' files and temporary ones. Others are not counted, and never removed."""
+        found = []
+        for name in os.listdir(self._dir_fd):
+            if _KEY_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name):
+                with suppress(OSError):  # removed by something else in the meantime
+                    status = os.lstat(name, dir_fd=self._dir_fd)
+                    if stat.S_ISDIR(status.st_mode):
+                        continue  # it cannot be removed as a file, and would stop every write
+                    found.append((status.st_mtime_ns, name, status.st_size))
+        self._bytes_by_name = OrderedDict((name, size) for _, name, size in sorted(found))
+        self._num_bytes = sum(self._bytes_by_name.values())
+
+    def _remove_abandoned(self) -> None:
+        """Remove temporary files whose writers have ended."""
+        for name in filter(_TEMPORARY_NAME.fullmatch, list(self._bytes_by_name)):
+            if not self._is_locked(name):
+                with suppress(OSError):
+                    self._unlink(name)
+
+    def _is_locked(self, name: str) -> bool:
+        """Return whether an opening of the folder, in any process, writes a temporary file."""
+        try:
+            fd = self._open(name, os.O_RDONLY)
+        except OSError:
+            return False  # a link, or no file
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def _reserve(self, name: str, num_bytes: int) -> tuple[int, str] | None:
+        """Return an open temporary file of that size, and its name; None without room for it."""
+        with self._changes() as generation:
+            while self._num_bytes + num_bytes > self.max_bytes:
+                # The newest are temporary files, so the first one is usually a key's.
+                oldest = next(filter(_KEY_NAME.fullmatch, self._bytes_by_name), None)
+                if oldest is None or num_bytes > self.max_bytes:
+                    return None
+                self._unlink(oldest)
+            temporary = f".{name}.{generation}.tmp"
+            fd = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Other processes count its size from here on.
+                os.ftruncate(fd, num_bytes)
+            except OSError:
+                os.close(fd)
+                self._unlink(temporary)
+                raise
+            self._bytes_by_name[temporary] = num_bytes
+            self._num_bytes += num_bytes
+            return fd, temporary
+
+    def _unlink(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._dir_fd)
+        self._num_bytes -= self._bytes_by_name.pop(name, 0)
+
+
+def _open_folder(folder: str) -> int:
+    """Return the folder opened, after making it if it is missing. Raises InvalidConfig."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidConfig(
+            "kv_disk_path",
+            f"{folder} cannot be opened as a folder: {error.strerror}",
+            "Name another",
+        ) from error
+    except ValueError as error:  # a null byte, or text that no path can have
+        raise InvalidConfig(
+            "kv_disk_path",
+            f"{folder!r} cannot be opened as a folder: {one_line(error)}",
+            "Name another",
+        ) from error
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        os.close(fd)
+        raise InvalidConfig(
+            "kv_disk_path",
+            f"{folder} is of another user, or open to others, and its files reveal prompts",
+            "chmod 700 it, or name a folder of your own",
+        )
+    return fd
+
+
+def _write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _read_all(fd: int, num_bytes: int) -> bytes:
+    """Return at most `num_bytes` + 1 bytes: one more shows that the file has grown."""
+    parts, num_left = [], num_bytes + 1
+    while num_left:
+        part = os.read(fd, min(num_left, 2**24))
+        if not part:
+            break
+        parts.append(part)
+        num_left -= len(part)
+    return b"".join(parts)

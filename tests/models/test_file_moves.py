@@ -1,0 +1,175 @@
+"""FileMoves: when a thread may use a host block, and which output answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
+
+from forge.models.file_moves import FileMoves
+from forge.seam import FileAnswer, HostFile, Row, StepPlan
+
+KEY = b"k" * 64
+
+
+class LateExecutor(Executor):
+    """Runs calls when `run` is called, in order."""
+
+    def __init__(self) -> None:
+        self.starts_threads = True
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+
+    def submit(self, call: Callable[[], Any], *_: object) -> Future[Any]:  # type: ignore[override]
+        future: Future[Any] = Future()
+        self._calls.append((call, future))
+        if not self.starts_threads:  # as ThreadPoolExecutor: the call stays queued
+            raise RuntimeError("can't start new thread")
+        return future
+
+    def run(self) -> None:
+        """Run the calls that were submitted."""
+        for call, future in self._calls:
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+        self._calls.clear()
+
+
+class World:
+    """Host blocks of four bytes, files, and a log of what was done to them."""
+
+    def __init__(self) -> None:
+        self.blocks = [bytes([i]) * 4 for i in range(4)]
+        self.contents: dict[bytes, bytes] = {}
+        self.log: list[str] = []
+        self.executor = LateExecutor()
+        self.moves = FileMoves(self, self.executor)
+
+    # The files.
+
+    def write(self, key: bytes, content: bytes | memoryview) -> bool:
+        self.log.append("file written")
+        self.contents[key] = bytes(content)
+        return True
+
+    def read(self, key: bytes) -> bytes | None:
+        self.log.append("file read")
+        return self.contents.get(key)
+
+    # The host blocks, as a device has them: threads use them in place.
+
+    def wait(self) -> None:
+        self.log.append("earlier plans complete")
+
+    def reader(self, host_block: int) -> Callable[[], bytes]:
+        def read() -> bytes:
+            self.log.append("block read")
+            return self.blocks[host_block]
+
+        return read
+
+    def writer(self, host_block: int) -> Callable[[bytes], bool]:
+        def write(content: bytes) -> bool:
+            self.log.append("block written")
+            self.blocks[host_block] = content
+            return len(content) == 4
+
+        return write
+
+    def begin(self, step: int, **fields: Any) -> StepPlan:
+        """Begin a plan, and return it."""
+        plan = StepPlan(step, fields.pop("rows", ()), 4, 4, num_host_blocks=4, **fields)
+        self.moves.begin(plan, self)
+        return plan
+
+
+def test_a_thread_uses_a_host_block_after_earlier_plans_are_complete() -> None:
+    world = World()
+    spill = world.begin(0, spills=(HostFile(1, KEY),))
+    world.executor.run()
+    assert world.log == ["earlier plans complete", "block read", "file written"]
+    assert world.moves.end(spill) == (FileAnswer(0, 1, is_good=True),)
+    world.log.clear()
+    fetch = world.begin(1, fetches=(HostFile(2, KEY),))
+    world.executor.run()
+    assert world.log == ["file read", "earlier plans complete", "block written"]
+    assert world.moves.end(fetch) == (FileAnswer(1, 2, is_good=True),)
+    assert world.blocks[2] == world.blocks[1]
+
+
+def test_a_spill_that_was_dropped_writes_no_file() -> None:
+    """The plan that drops it stores something else to the host block before the thread reads it."""
+    world = World()
+    world.begin(0, spills=(HostFile(1, KEY),))
+    world.begin(1, file_epoch=1)
+    world.blocks[1] = b"else"
+    world.executor.run()
+    assert world.contents == {}
+
+
+def test_a_fetch_that_was_dropped_leaves_its_host_block() -> None:
+    world = World()
+    world.contents[KEY] = b"file"
+    world.begin(0, fetches=(HostFile(1, KEY),))
+    world.begin(1, file_epoch=1)
+    world.blocks[1] = b"else"
+    world.executor.run()
+    assert world.blocks[1] == b"else"
+
+
+def test_a_dropped_move_is_not_answered_when_it_ends_before_the_drop() -> None:
+    world = World()
+    world.begin(0, spills=(HostFile(1, KEY),))
+    world.executor.run()
+    assert world.moves.end(world.begin(1, file_epoch=1)) == ()
+
+
+def test_an_output_answers_no_move_of_a_later_plan() -> None:
+    """With two plans in flight, the second starts before the output of the first is read."""
+    world = World()
+    first = world.begin(0, spills=(HostFile(1, KEY),))
+    second = world.begin(1, spills=(HostFile(2, KEY),))
+    world.executor.run()
+    assert world.moves.end(first) == (FileAnswer(0, 1, is_good=True),)
+    assert world.moves.end(second) == (FileAnswer(1, 2, is_good=True),)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_awaited"), [((), [1]), ((Row(0, 0, 0, 0, (1,)),), [])], ids=["none", "rows"]
+)
+def test_a_plan_without_rows_waits_for_its_moves_unless_a_newer_plan_has_rows(
+    rows: tuple[Row, ...], num_awaited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, awaited = World(), []
+    monkeypatch.setattr(
+        "forge.models.file_moves.wait", lambda futures, *_: awaited.append(len(list(futures)))
+    )
+    first = world.begin(0, spills=(HostFile(1, KEY),))
+    world.begin(1, rows=rows, spills=(HostFile(2, KEY),))
+    assert world.moves.end(first) == ()
+    assert awaited == num_awaited
+
+
+def test_a_move_whose_thread_cannot_be_started_has_failed_and_does_nothing_later() -> None:
+    """A thread of an earlier move may still run the call, once its host block has other content."""
+    world = World()
+    world.contents[KEY] = b"file"
+    world.executor.starts_threads = False
+    fetch, spill = HostFile(1, KEY), HostFile(2, b"s" * 64)
+    plan = world.begin(0, fetches=(fetch,), spills=(spill,))
+    answers = world.moves.end(plan)
+    assert answers == (FileAnswer(0, 2, is_good=False), FileAnswer(0, 1, is_good=False))
+    world.blocks[1] = world.blocks[2] = b"else"
+    world.executor.run()
+    assert world.blocks[1] == b"else" and world.contents == {KEY: b"file"}
+
+
+def test_what_a_store_raises_is_a_move_that_failed() -> None:
+    world = World()
+    plan = world.begin(0, fetches=(HostFile(1, KEY),))
+    world.contents = None  # type: ignore[assignment]  # reading raises
+    world.executor.run()
+    assert world.moves.end(plan) == (FileAnswer(0, 1, is_good=False),)
