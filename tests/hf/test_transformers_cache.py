@@ -65,7 +65,7 @@ def test_blocks_of_one_row_are_not_adjacent() -> None:
     cache = create_cache(module, 3, 40)
     generate(module, prompts([5, 6], [7, 8], [9, 10]), cache, do_sample=False)
     assert cache.get_seq_length() == 25
-    assert cache.kv_cache.block_tables[1, :3].tolist() == [1, 4, 7]
+    assert cache.tables.block_ids[1, :3].tolist() == [1, 4, 7]
 
 
 def test_beams_are_reordered_as_on_a_dynamic_cache() -> None:
@@ -99,3 +99,7 @@ def test_more_than_there_is_room_for_is_refused_by_name() -> None:
         generate(module, prompts([5, 6]), create_cache(module, 1, 8), do_sample=False)
     with pytest.raises(InvalidConfig, match="max_batch_size: 2 requested of a cache for 1"):
         generate(module, prompts([5], [6]), create_cache(module, 1, 40), do_sample=False)
+    cache = create_cache(module, 2, 40)
+    generate(module, prompts([5, 6]), cache, do_sample=False)
+    with pytest.raises(InvalidConfig, match="input_ids: 2 rows for a cache that holds 1"):
+        module(prompts([7], [8]), past_key_values=cache, use_cache=True)

@@ -81,6 +81,11 @@ class KVCache:
         """Slot of padding rows; its block table holds the scratch block."""
         return self.num_slots
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, over all layers."""
+        return self.spec.bytes_per_token * self.block_size
+
     def check_plan(self, num_blocks: int, block_size: int) -> None:
         """Raise InvalidConfig unless a plan over this many blocks of this size can run here."""
         if block_size != self.block_size:

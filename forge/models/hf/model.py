@@ -1,13 +1,16 @@
 """HFModel: a transformers model with the four methods of forge.seam.Model.
 
 Owns the choice of how a plan is run. Its parts: input_batch (the plan as arrays), model_runner
-(the order of a step), cuda_graphs (captured steps), step (from the device's numbers to outputs).
+(the order of a step), cuda_graphs (captured steps), block_moves (moves to and from host memory),
+step (from the device's numbers to outputs).
 
     forward(plan)                                               result()
+      wait on the device for the moves of the plan before
       block copies ─ binds ─ one transfer ─ table updates         wait for this step's numbers
-        ├─ rows of one token, a graph fits:  one replay
+        ├─ rows of one token, a graph fits:  one replay           answers of file moves
         └─ otherwise:  inputs ─ hidden (a graph, if small) ─ logits ─ sample
       tokens stay on the device for the next step; a copy goes to the host
+      moves, on streams of their own
 
 Always true: `forward` never waits for the device. An input that the previous step samples is read
 on the device, from the row named by `source_rows`. The draft model's plans are queued first, and
@@ -24,6 +27,7 @@ import torch
 
 from forge.config import MAX_DRAFTS
 from forge.errors import InvalidConfig
+from forge.models.hf.block_moves import BlockMoves
 from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
 from forge.models.hf.runner.input_batch import build_input_batch
 from forge.models.hf.runner.model_runner import ModelRunner, invert_order
@@ -36,7 +40,7 @@ from forge.models.hf.speculation.drafts import (
     DraftPlanOutput,
     DraftTokens,
 )
-from forge.models.hf.step import HFStep
+from forge.models.hf.step import HFStep, no_answers
 from forge.seam import StepPlan
 
 log = logging.getLogger(__name__)
@@ -61,6 +65,7 @@ class HFModel:
     mixed_graphs    captured steps of rows of any length, or None
     draft           draft model with the same vocabulary and slots, or None. Only this model gives
                     it plans
+    moves           moves of blocks to and from host memory; None: plans have no host pool
     """
 
     def __init__(
@@ -72,12 +77,14 @@ class HFModel:
         decode_graphs: DecodeGraphs | None = None,
         mixed_graphs: MixedGraphs | None = None,
         draft: HFModel | None = None,
+        moves: BlockMoves | None = None,
     ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
         self._eos_token = eos_token
         self._decode_graphs = decode_graphs
         self._mixed_graphs = mixed_graphs
+        self._moves = moves
         self._batch_rows: list[int] = []
         self._last_step: HFStep | None = None
         if draft is not None:
@@ -106,18 +113,38 @@ class HFModel:
         """Most rows of a plan."""
         return self._runner.kv_cache.num_slots
 
+    def executes_moves(self) -> bool:
+        """Return whether this model has a host pool, whose moves `forward` carries out."""
+        return self._moves is not None
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> HFStep:
         """Queue the draft model's plans, then this plan. Return without waiting for the device."""
         self._runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
+        moves, file_answers = self._moves, no_answers
+        if moves is not None:
+            moves.begin(plan)
+            file_answers = moves.end
+        elif plan.num_host_blocks:
+            raise InvalidConfig(
+                "host_tier",
+                f"{plan.num_host_blocks} host blocks, and this model has no host pool",
+                "Leave host_tier out, or start with a host pool",
+            )
         draft_tokens = self._run_draft_plans(plan.drafts)
         queued = self._queue_plan(plan, draft_tokens)
-        if not queued.plan_rows:
-            return HFStep(plan, (), None, None, (), (), queued.evidence)
-        previous = self._last_step if any(row.refs for row in plan.rows) else None
-        wait_for_tokens = self._runner.output_buffer.copy_to_host(len(queued.plan_rows))
-        self._last_step = HFStep(plan, queued.plan_rows, previous, wait_for_tokens, *queued[1:])
-        return self._last_step
+        if queued.plan_rows:
+            previous = self._last_step if any(row.refs for row in plan.rows) else None
+            wait_for_tokens = self._runner.output_buffer.copy_to_host(len(queued.plan_rows))
+            step = HFStep(
+                plan, queued.plan_rows, previous, wait_for_tokens, *queued[1:], file_answers
+            )
+            self._last_step = step
+        else:
+            step = HFStep(plan, (), None, None, (), (), queued.evidence, file_answers)
+        if moves is not None:
+            moves.queue(plan)
+        return step
 
     def queue_draft_plan(self, plan: StepPlan) -> DraftPlanOutput:
         """Queue a plan of which this model is the draft. Its tokens stay on the device.

@@ -20,10 +20,15 @@ from forge.models.hf.sampling.logprobs import PendingLogprobs, read_logprobs
 from forge.models.hf.sampling.status import STATUS_NAN, error_text
 from forge.models.hf.speculation.acceptance import AcceptanceEvidence, DraftAcceptance
 from forge.request import TokenLogprob
-from forge.seam import Row, RowOutput, StepOutput, StepPlan
+from forge.seam import FileAnswer, Row, RowOutput, StepOutput, StepPlan
 
 INHERITED_ERROR = "its input comes from a row that failed"
 PROMPT_LOGITS_ERROR = "the model's logits are not finite at a prompt position"
+
+
+def no_answers(plan: StepPlan) -> tuple[FileAnswer, ...]:
+    """Return no answers: there are no files."""
+    return ()
 
 
 class HFStep:
@@ -33,6 +38,7 @@ class HFStep:
     previous          step that samples inputs of this one, or None
     wait_for_tokens   waits for tokens and status, [2, rows]; None where the plan has no rows
     evidence          numbers that decide which drafts are accepted, or None
+    file_answers      returns, for the plan, the answers of file moves that have ended
     failed_rows       rows of the plan that ended in an error, set by `result`
     """
 
@@ -45,6 +51,7 @@ class HFStep:
         logprobs: Sequence[PendingLogprobs],
         prompt_logprobs: Sequence[PendingLogprobs],
         evidence: AcceptanceEvidence | None = None,
+        file_answers: Callable[[StepPlan], tuple[FileAnswer, ...]] = no_answers,
     ) -> None:
         self._plan = plan
         self._plan_rows = plan_rows
@@ -53,6 +60,7 @@ class HFStep:
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
         self._evidence = evidence
+        self._file_answers = file_answers
         self.failed_rows: frozenset[int] = frozenset()
 
     def result(self) -> StepOutput:
@@ -76,7 +84,8 @@ class HFStep:
             else:
                 outputs = self._token_outputs(tokens)
         undrafted = acceptance.undrafted if acceptance is not None else ()
-        return StepOutput(self._plan.step, tuple(outputs), undrafted)
+        answers = self._file_answers(self._plan)
+        return StepOutput(self._plan.step, tuple(outputs), undrafted, answers)
 
     def _token_outputs(self, tokens: list[int]) -> list[RowOutput]:
         rows = self._plan.rows

@@ -10,7 +10,7 @@ Owns the checks that make two checkpoints a pair. How each is opened is in model
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from forge.models.hf.decoders.module_decoder import register_attention
 from forge.models.hf.decoders.resized_vocab import ResizedVocabDecoder
 from forge.models.hf.loading.checkpoint import Checkpoint, open_checkpoint, select_device
 from forge.models.hf.loading.kernel_selection import compile_missing_modules
+from forge.models.hf.loading.kv_tiers import TierSetup, open_host_memory, pin_host_memory
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_loader import (
     ModelSpec,
@@ -43,6 +44,7 @@ def open_pair(
     overrides: Mapping[str, Any],
     options: DeviceOptions,
     start: StartLog | None = None,
+    tiers: TierSetup | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the model with its draft model, and close both when the context ends.
 
@@ -50,6 +52,7 @@ def open_pair(
     overrides   fields of EngineConfig that the caller set. `speculation` configures the drafts; the
                 completed config has the number of the draft's blocks in it
     start       where the phases of the start are recorded
+    tiers       as in `open_model`; the draft's blocks have none
     """
     start = start or StartLog()
     with start.phase("configuration"):
@@ -63,39 +66,58 @@ def open_pair(
         check_pair(target, checkpoint)
     speculation: Speculation = config_fields.get("speculation") or Speculation()
     config_fields["speculation"] = speculation
-    with refuse_out_of_memory(overrides):
-        loaded = load_decoder(target.checkpoint, config_fields, options, device, start)
-        loaded_draft = load_decoder(checkpoint, config_fields, options, device, start)
-        draft_vocab_size, vocab_size = checkpoint.vocab_size, target.checkpoint.vocab_size
-        if draft_vocab_size != vocab_size:
-            loaded_draft = loaded_draft._replace(
-                decoder=ResizedVocabDecoder(loaded_draft.decoder, draft_vocab_size, vocab_size),
-                checkpoint=checkpoint._replace(vocab_size=vocab_size),
-            )
-        if "num_blocks" not in config_fields:
-            with start.phase("memory"):
-                config_fields["num_blocks"] = compute_num_blocks(
-                    [loaded, loaded_draft], config_fields, options.gpu_memory_utilization, device
+    with ExitStack() as exit_stack:
+        with refuse_out_of_memory(overrides):
+            with pin_host_memory(tiers, device) as slabs:
+                loaded = load_decoder(target.checkpoint, config_fields, options, device, start)
+                with start.phase("KV tiers"):
+                    opened = open_host_memory(
+                        tiers, slabs, loaded, config_fields, options.load_format, device
+                    )
+                    host_memory = exit_stack.enter_context(opened)
+            loaded_draft = load_decoder(checkpoint, config_fields, options, device, start)
+            draft_vocab_size, vocab_size = checkpoint.vocab_size, target.checkpoint.vocab_size
+            if draft_vocab_size != vocab_size:
+                loaded_draft = loaded_draft._replace(
+                    decoder=ResizedVocabDecoder(loaded_draft.decoder, draft_vocab_size, vocab_size),
+                    checkpoint=checkpoint._replace(vocab_size=vocab_size),
                 )
-        num_draft_blocks = speculation.num_blocks or config_fields["num_blocks"]
-        config_fields["speculation"] = replace(speculation, num_blocks=num_draft_blocks)
-        config = EngineConfig(**config_fields)
-        # One plan of the draft model for each draft of a step.
-        max_in_flight = MAX_IN_FLIGHT * speculation.num_tokens
-        with start.phase("graphs"):
-            draft_model = create_model(
-                loaded_draft,
-                replace(config, num_blocks=num_draft_blocks),
-                target.eos_token,
-                device,
-                max_in_flight,
+            if "num_blocks" not in config_fields:
+                with start.phase("memory"):
+                    config_fields["num_blocks"] = compute_num_blocks(
+                        [loaded, loaded_draft],
+                        config_fields,
+                        options.gpu_memory_utilization,
+                        device,
+                    )
+            num_draft_blocks = speculation.num_blocks or config_fields["num_blocks"]
+            config_fields["speculation"] = replace(speculation, num_blocks=num_draft_blocks)
+            config = EngineConfig(**config_fields)
+            # One plan of the draft model for each draft of a step.
+            max_in_flight = MAX_IN_FLIGHT * speculation.num_tokens
+            with start.phase("graphs"):
+                draft_model = create_model(
+                    loaded_draft,
+                    replace(config, num_blocks=num_draft_blocks),
+                    target.eos_token,
+                    device,
+                    max_in_flight,
+                )
+                model = create_model(
+                    loaded,
+                    config,
+                    target.eos_token,
+                    device,
+                    draft=draft_model,
+                    host_memory=host_memory,
+                )
+        # Modules of the draft are compiled too: with other heads they are others.
+        modules = dict.fromkeys(loaded.prefill.to_compile + loaded_draft.prefill.to_compile)
+        missing = loaded.prefill._replace(to_compile=tuple(modules))
+        with freeze_gc(), compile_missing_modules(missing):
+            yield LoadedModel(
+                name, model, target.tokenizer, config, str(device), host_memory.disk_keys
             )
-            model = create_model(loaded, config, target.eos_token, device, draft=draft_model)
-    # Modules of the draft are compiled too: with other heads they are others.
-    modules = dict.fromkeys(loaded.prefill.to_compile + loaded_draft.prefill.to_compile)
-    missing = loaded.prefill._replace(to_compile=tuple(modules))
-    with freeze_gc(), compile_missing_modules(missing):
-        yield LoadedModel(name, model, target.tokenizer, config, str(device))
 
 
 def check_pair(target: ModelSpec, draft: Checkpoint) -> None:

@@ -21,6 +21,7 @@ from forge.config import Speculation
 from forge.errors import InvalidConfig
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import AttentionMetadata, LayerSpec, RowSpan
+from forge.models.hf.block_moves import staging_bytes
 from forge.models.hf.decoders.interface import Decoder, ForwardContext
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 from forge.models.hf.loading.kernel_selection import select_attention
@@ -173,6 +174,8 @@ def compute_num_blocks(
         # The distribution of each draft, in float64, until rejection has read it.
         vocab_size = decoders[0].checkpoint.vocab_size
         step_bytes += 8 * num_drafts * config_fields["max_num_seqs"] * vocab_size
+    if config_fields.get("host_tier") is not None:
+        step_bytes += 2 * staging_bytes(decoders[0].kv_cache_spec.bytes_per_token * block_size)
     step_bytes += CUDA_GRAPH_BYTES * (len(decoders) - 1)
     return num_device_blocks(
         bytes_per_token,

@@ -4,7 +4,8 @@ Owns the order of a start and the default geometry of each device. In order:
 
     checkpoint ─► module ─► inspection ─► fused decoder, compared ─► blocks ─► graphs ─► HFModel
     (refusals)    weights   of layers,    with the modules           that fit
-                            kernels       or compiled modules
+                  and host  kernels       or compiled modules        and KV tiers
+                  memory
 
 Always true: a model that cannot work is refused as early as possible. Each part is a phase of the
 StartLog.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from forge.models.capture_sizes import (
 from forge.models.gc_control import freeze_gc, pause_gc
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import LayerSpec
+from forge.models.hf.block_moves import BlockMoves
 from forge.models.hf.buffers import MAX_IN_FLIGHT
 from forge.models.hf.decoders.comparison import (
     MAX_FLOAT32_ERROR,
@@ -69,6 +71,13 @@ from forge.models.hf.loading.kernel_selection import (
     select_kv_cache_spec,
     select_ops,
     select_prefill,
+)
+from forge.models.hf.loading.kv_tiers import (
+    NO_HOST_MEMORY,
+    HostMemory,
+    TierSetup,
+    open_host_memory,
+    pin_host_memory,
 )
 from forge.models.hf.loading.loaded_decoder import LoadedDecoder
 from forge.models.hf.loading.memory import compute_num_blocks
@@ -202,6 +211,7 @@ def assemble_model(
     max_in_flight: int = MAX_IN_FLIGHT,
     draft: HFModel | None = None,
     wrappers: FlashInferWrappers | None = None,
+    host_memory: HostMemory = NO_HOST_MEMORY,
 ) -> HFModel:
     """Return the model with a KV cache, sampler and graphs of the config's geometry.
 
@@ -210,6 +220,7 @@ def assemble_model(
     max_in_flight   steps that may be in flight
     draft           draft model, or None
     wrappers        as in `select_attention`
+    host_memory     where moves go to and come from
     """
     kv_cache = KVCache(
         kv_cache_spec,
@@ -236,6 +247,7 @@ def assemble_model(
                 mixed_sizes, config.max_num_batched_tokens, config.max_model_len
             )
             mixed_graphs = MixedGraphs(runner, capturable, sizes)
+    pool, files, _ = host_memory
     return HFModel(
         runner,
         vocab_size=vocab_size,
@@ -243,6 +255,7 @@ def assemble_model(
         decode_graphs=decode_graphs,
         mixed_graphs=mixed_graphs,
         draft=draft,
+        moves=None if pool is None else BlockMoves(kv_cache, pool, files),
     )
 
 
@@ -374,11 +387,13 @@ def open_model(
     overrides: Mapping[str, Any],
     options: DeviceOptions,
     start: StartLog | None = None,
+    tiers: TierSetup | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the checkpoint's model, and close it when the context ends. Raise InvalidConfig.
 
     overrides   fields of EngineConfig that the caller set
     start       where the phases of the start are recorded
+    tiers       KV tiers; None: the `host_tier` of the overrides, without files
     """
     start = start or StartLog()
     with start.phase("configuration"):
@@ -387,18 +402,25 @@ def open_model(
         checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
             name, overrides, options, device
         )
-    with refuse_out_of_memory(overrides):
-        loaded = load_decoder(checkpoint, config_fields, options, device, start)
-        if "num_blocks" not in config_fields:
-            with start.phase("memory"):
-                config_fields["num_blocks"] = compute_num_blocks(
-                    [loaded], config_fields, options.gpu_memory_utilization, device
-                )
-        config = EngineConfig(**config_fields)
-        with start.phase("graphs"):
-            model = create_model(loaded, config, eos_token, device)
-    with freeze_gc(), compile_missing_modules(loaded.prefill):
-        yield LoadedModel(name, model, tokenizer, config, str(device))
+    with ExitStack() as exit_stack:
+        with refuse_out_of_memory(overrides):
+            with pin_host_memory(tiers, device) as slabs:
+                loaded = load_decoder(checkpoint, config_fields, options, device, start)
+                with start.phase("KV tiers"):
+                    opened = open_host_memory(
+                        tiers, slabs, loaded, config_fields, options.load_format, device
+                    )
+                    host_memory = exit_stack.enter_context(opened)
+            if "num_blocks" not in config_fields:
+                with start.phase("memory"):
+                    config_fields["num_blocks"] = compute_num_blocks(
+                        [loaded], config_fields, options.gpu_memory_utilization, device
+                    )
+            config = EngineConfig(**config_fields)
+            with start.phase("graphs"):
+                model = create_model(loaded, config, eos_token, device, host_memory=host_memory)
+        with freeze_gc(), compile_missing_modules(loaded.prefill):
+            yield LoadedModel(name, model, tokenizer, config, str(device), host_memory.disk_keys)
 
 
 def create_model(
@@ -408,11 +430,13 @@ def create_model(
     device: torch.device,
     max_in_flight: int = MAX_IN_FLIGHT,
     draft: HFModel | None = None,
+    host_memory: HostMemory = NO_HOST_MEMORY,
 ) -> HFModel:
     """Return the loaded decoder's model on the config's geometry.
 
     max_in_flight   steps that may be in flight
     draft           draft model, or None
+    host_memory     where moves go to and come from
     """
     speculation = config.speculation
     verifies_drafts = draft is not None or (
@@ -434,6 +458,7 @@ def create_model(
         max_in_flight=max_in_flight,
         draft=draft,
         wrappers=loaded.prefill.wrappers,
+        host_memory=host_memory,
     )
 
 
