@@ -33,11 +33,12 @@ from forge.engine_loop import (
     EndSession,
     EngineStatus,
     ResetPrefixCache,
+    Resize,
     StepReport,
 )
 from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
-from forge.errors import EngineClosed, EngineDead
+from forge.errors import EngineClosed, EngineDead, ForgeError
 from forge.llm import DEFAULT_PARAMS, Options, Prompt, RequestFields, tokenize
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.policy import Policy
@@ -45,10 +46,11 @@ from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer
 
 RESET_DONE = ("reset", None)
+RESIZE_ANSWERED = ("resize answered", None)
 SESSION_ENDED = ("session ended", None)
 SESSION_UNKNOWN = ("no such session", None)
-COMMAND_RESULTS = (RESET_DONE, SESSION_ENDED, SESSION_UNKNOWN)
-"""End reasons of a mailbox whose command was carried out."""
+COMMAND_RESULTS = (RESET_DONE, RESIZE_ANSWERED, SESSION_ENDED, SESSION_UNKNOWN)
+"""End reasons of a mailbox whose command was carried out, or refused by the engine."""
 
 MAX_DELTAS_PER_READ = 128
 """Deltas that a reader takes before other coroutines run. A slow reader's backlog has no bound."""
@@ -96,6 +98,7 @@ class _Mailbox:
 
     num_open_choices   choices without a finish reason in the reports so far
     end_reason         (finish reason, error) once the engine sends no more; None before
+    refusal            why the engine refused a command
     """
 
     loop: asyncio.AbstractEventLoop
@@ -103,8 +106,12 @@ class _Mailbox:
     deltas: deque[Delta] = field(default_factory=deque)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     end_reason: tuple[str, str | None] | None = None
+    refusal: ForgeError | None = None
 
-    def close(self, finish_reason: str, error: str | None) -> None:
+    def close(
+        self, finish_reason: str, error: str | None, refusal: ForgeError | None = None
+    ) -> None:
+        self.refusal = refusal
         self.end_reason = (finish_reason, error)
         self.ready.set()
 
@@ -300,20 +307,36 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, so that no later request shares them. Open ones keep theirs.
 
+        On the device, in host memory and in files, which stay in their folder for a later start.
         Raises EngineDead.
         """
         await self._carry_out(ResetPrefixCache(next(self._ids)))
 
-    async def _carry_out(self, command: EndSession | ResetPrefixCache) -> tuple[str, str | None]:
-        """Post the command, and return its end reason once it was carried out. Raises EngineDead.
+    async def resize(
+        self, num_blocks: int | None = None, num_host_blocks: int | None = None
+    ) -> None:
+        """Resize the pool on the device, the host pool or both, to at most their first sizes.
 
-        A caller that is cancelled meanwhile takes nothing back.
+        Open requests that hold a removed block are preempted. Raises EngineDead, NeverFits where a
+        request needs more, or InvalidConfig.
+        """
+        await self._carry_out(Resize(next(self._ids), num_blocks, num_host_blocks))
+
+    async def _carry_out(
+        self, command: EndSession | ResetPrefixCache | Resize
+    ) -> tuple[str, str | None]:
+        """Post the command, and return its end reason once it was carried out.
+
+        Raises EngineDead, or why the engine refuses it. A caller that is cancelled meanwhile takes
+        nothing back.
         """
         mailbox = _Mailbox(asyncio.get_running_loop(), 0)
         self._post(command.ticket, mailbox, command)
         await mailbox.ready.wait()
         if mailbox.end_reason not in COMMAND_RESULTS:
             raise self._engine_error()
+        if mailbox.refusal is not None:
+            raise mailbox.refusal
         return mailbox.end_reason
 
     def _submit(self, request: Request, mailbox: _Mailbox) -> None:
@@ -386,6 +409,10 @@ class AsyncLLM:
             mailbox = self._mailboxes.pop(ticket, None)
             if mailbox is not None:  # None: abort_all closed it
                 _call_threadsafe(mailbox.loop, mailbox.close, *result)
+        for ticket, refusal in report.resizes:
+            mailbox = self._mailboxes.pop(ticket, None)
+            if mailbox is not None:
+                _call_threadsafe(mailbox.loop, mailbox.close, *RESIZE_ANSWERED, refusal)
 
     def _on_engine_end(self, finish: FinishReason, failure: str) -> None:
         with self._lock:

@@ -17,11 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Self, TypeAlias
 
 from forge.engine import Engine
-from forge.errors import ForgeError
+from forge.errors import ForgeError, InvalidConfig
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.request import Delta, Request, Structure
 from forge.session_timers import SessionTimers
 from forge.sessions import SessionKey
+from forge.tier_status import TierStatus
 
 MAX_COMPILE_THREADS = 4
 """Structures of a level that compile at the same time. Compiling does not hold Python's lock."""
@@ -53,7 +54,15 @@ class ResetPrefixCache(NamedTuple):
     ticket: int
 
 
-Command: TypeAlias = Request | CheckedRequest | Abort | EndSession | ResetPrefixCache
+class Resize(NamedTuple):
+    """Command: resize the pools whose blocks are given. The report after it carries the ticket."""
+
+    ticket: int
+    num_blocks: int | None
+    num_host_blocks: int | None
+
+
+Command: TypeAlias = Request | CheckedRequest | Abort | EndSession | ResetPrefixCache | Resize
 """A value that `post` takes. A Request may take long: its structure may not be compiled yet."""
 
 
@@ -75,7 +84,9 @@ class _CompileFailure(NamedTuple):
     error: str
 
 
-_InboxEntry: TypeAlias = _Submission | _CompileFailure | Abort | EndSession | ResetPrefixCache
+_InboxEntry: TypeAlias = (
+    _Submission | _CompileFailure | Abort | EndSession | ResetPrefixCache | Resize
+)
 
 
 class EngineStatus(NamedTuple):
@@ -97,11 +108,13 @@ class EngineStatus(NamedTuple):
 
     num_preemptions       preemptions of a sequence, which lost its blocks and waited again
     num_queried_tokens    tokens that sequences had when they were first admitted
-    num_cached_tokens     those of them that the prefix cache had
-    num_resumed_tokens    those of these that belong to a later turn of a session
+    num_cached_tokens     those of them that the prefix cache had on the device
+    num_uncached_tokens   those of them that no tier had
+    num_resumed_tokens    those of num_cached_tokens that belong to a later turn of a session
     num_planned_tokens    tokens that steps have computed or are computing
     num_draft_tokens      draft tokens that the model has verified
     num_accepted_tokens   draft tokens that it accepted
+    tiers                 figures of host memory and files; None where there are none
     """
 
     num_steps: int
@@ -117,10 +130,12 @@ class EngineStatus(NamedTuple):
     num_preemptions: int
     num_queried_tokens: int
     num_cached_tokens: int
+    num_uncached_tokens: int
     num_resumed_tokens: int
     num_planned_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    tiers: TierStatus | None
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
@@ -141,10 +156,12 @@ class EngineStatus(NamedTuple):
             scheduler.num_preemptions,
             scheduler.num_queried_tokens,
             scheduler.num_cached_tokens,
-            scheduler.num_resumed_tokens,
+            scheduler.num_uncached_tokens,
+            scheduler.resumed_tokens.device,
             scheduler.num_planned_tokens,
             scheduler.num_draft_tokens,
             scheduler.num_accepted_tokens,
+            TierStatus.from_scheduler(scheduler),
         )
 
 
@@ -156,6 +173,7 @@ class StepReport(NamedTuple):
     queue_times_s   seconds from `post` to this step, for each request first served by it
     reset_tickets   tickets of the resets carried out
     ended_sessions  (ticket, whether the session was open) of each EndSession carried out
+    resizes         (ticket, None or why it was refused) of each Resize
     """
 
     deltas: Sequence[Delta]
@@ -165,6 +183,7 @@ class StepReport(NamedTuple):
     queue_times_s: Sequence[float]
     reset_tickets: Sequence[int]
     ended_sessions: Sequence[tuple[int, bool]]
+    resizes: Sequence[tuple[int, ForgeError | None]]
 
 
 class _CommandResults(NamedTuple):
@@ -173,6 +192,7 @@ class _CommandResults(NamedTuple):
     rejections: list[tuple[int, str]]
     reset_tickets: list[int]
     ended_sessions: list[tuple[int, bool]]
+    resizes: list[tuple[int, ForgeError | None]]
 
 
 class EngineLoop:
@@ -283,6 +303,7 @@ class EngineLoop:
                     queue_times_s,
                     results.reset_tickets,
                     results.ended_sessions,
+                    results.resizes,
                 )
             )
 
@@ -306,7 +327,7 @@ class EngineLoop:
 
     def _execute_commands(self) -> _CommandResults:
         """Execute the commands posted so far, and return their results."""
-        results = _CommandResults([], [], [])
+        results = _CommandResults([], [], [], [])
         reposted = set[int]()  # ids of requests posted again here: their aborts must come later
         for _ in range(len(self._inbox)):
             match entry := self._inbox.popleft():
@@ -320,6 +341,8 @@ class EngineLoop:
                     results.reset_tickets.append(entry.ticket)
                 case EndSession(ticket, key):
                     results.ended_sessions.append((ticket, self._engine.end_session(key)))
+                case Resize():
+                    results.resizes.append((entry.ticket, self._resize(entry)))
                 case _CompileFailure():
                     results.rejections.append((entry.request_id, entry.error))
                 case _Submission(command, request) if self._must_recompile(entry):
@@ -333,6 +356,26 @@ class EngineLoop:
                         self._post_times_s.pop(request.id, None)
                         results.rejections.append((request.id, str(error)))
         return results
+
+    def _resize(self, command: Resize) -> ForgeError | None:
+        """Resize the pools, or return why that is refused. Memory was allocated at the start."""
+        config = self._engine.config
+        num_host_blocks = 0 if config.host_tier is None else config.host_tier.num_blocks
+        try:
+            for name, value, limit in (
+                ("num_blocks", command.num_blocks, config.num_blocks),
+                ("num_host_blocks", command.num_host_blocks, num_host_blocks),
+            ):
+                if limit and type(value) is int and value > limit:
+                    raise InvalidConfig(
+                        name,
+                        f"{str(value)[:32]} blocks, and memory was allocated for {limit}",
+                        "Give less",
+                    )
+            self._engine.resize(command.num_blocks, command.num_host_blocks)
+        except ForgeError as error:
+            return error
+        return None
 
     def _must_recompile(self, submission: _Submission) -> bool:
         """Return whether a matcher failed since, which drops its structure from the compiled ones.

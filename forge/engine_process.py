@@ -58,6 +58,7 @@ class _EngineOpened(NamedTuple):
     vocab_size: int
     eos_token: int
     tokenizer: Tokenizer
+    status: EngineStatus
 
 
 class _EngineEnded(NamedTuple):
@@ -84,6 +85,10 @@ class _RemoteModel(NamedTuple):
     def eos_token(self) -> int:
         """Return the id of the model's end token."""
         return self.eos_token_id
+
+    def executes_moves(self) -> bool:
+        """Return True: the engine in the model's process has checked it."""
+        return True
 
     def forward(self, plan: StepPlan) -> NoReturn:
         """Raise AssertionError: this process never runs the model."""
@@ -129,7 +134,7 @@ class EngineProcess:
         self.tokenizer = opened.tokenizer
         remote_model = _RemoteModel(opened.vocab_size, opened.eos_token)
         self.engine = Engine(remote_model, opened.config, opened.tokenizer)
-        self.status = EngineStatus.from_engine(self.engine)
+        self.status = opened.status
         self._on_report, self._on_end = on_report, on_end
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._is_closing = False
@@ -182,6 +187,9 @@ class EngineProcess:
             while not isinstance(message := self._pipe.recv(), _EngineEnded):
                 report = _unpack_report(*message)
                 self.status = report.status
+                if report.status.num_blocks != self.engine.scheduler.pool.num_blocks:
+                    # What never fits is refused here too.
+                    self.engine.resize(report.status.num_blocks)
                 self._on_report(report)
             end = message
         except (EOFError, OSError):
@@ -235,7 +243,11 @@ def _run_engine(
         engine_model = engine.model
         pipe.send(
             _EngineOpened(
-                engine.config, engine_model.vocab_size(), engine_model.eos_token(), tokenizer
+                engine.config,
+                engine_model.vocab_size(),
+                engine_model.eos_token(),
+                tokenizer,
+                EngineStatus.from_engine(engine),
             )
         )
         loop = EngineLoop(engine, lambda report: pipe.send(_pack_report(report)))

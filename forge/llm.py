@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
     """Keyword arguments of LLM and AsyncLLM, named as the flags of `forge serve`.
 
     An option that is not given has the model's default. The fields of EngineConfig come first, then
-    those of DeviceOptions, then those of speculative decoding:
+    those of DeviceOptions and TierOptions, then those of speculative decoding:
 
     draft_model              name of the model that proposes tokens; --speculative-model
     num_speculative_tokens   most proposed tokens in a step, 1 to 16; default 4
@@ -71,6 +71,9 @@ class Options(TypedDict, total=False):
     load_format: str
     enforce_eager: bool
     torch_compile: bool
+    kv_host_gib: float
+    kv_disk_path: str
+    kv_disk_gib: float
     draft_model: str
     num_speculative_tokens: int
     speculative_method: str
@@ -149,9 +152,12 @@ def open_engine_and_model(
     if path is not None:
         policy_name = policy if isinstance(policy, str) else "a policy of its own"
         recorder = _open_recording(path, policy_name, loaded, exit_stack)
-    return Engine(
+    engine = Engine(
         loaded.model, loaded.config, loaded.tokenizer, scheduling_policy, recorder=recorder
-    ), loaded
+    )
+    if loaded.disk_keys:
+        engine.add_disk_keys(loaded.disk_keys)
+    return engine, loaded
 
 
 def _add_engine_overhead(loaded: LoadedModel) -> LoadedModel:

@@ -42,6 +42,7 @@ TESTED_REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     ),
     "gpu": (
         "apache-tvm-ffi==0.1.10",
+        "cuda-bindings>=13.3,<13.4",
         "flashinfer-python==0.6.14",
         "torch>=2.11,<2.12",
         "transformers>=5.17,<5.18",

@@ -28,7 +28,7 @@ from forge.start_log import process_age_s
 
 
 def describe_capacity(config: EngineConfig) -> list[str]:
-    """Describe the size of the cache, of the batch and of drafts, one line each."""
+    """Describe the size of the cache, of its tiers, of the batch and of drafts, one line each."""
     blocks_per_sequence = -(-config.max_model_len // config.block_size)
     tenths = 10 * config.num_blocks // blocks_per_sequence  # rounded down: 1.0 is one that fits
     sequences = "1 sequence" if config.max_num_seqs == 1 else f"{config.max_num_seqs} sequences"
@@ -43,6 +43,7 @@ def describe_capacity(config: EngineConfig) -> list[str]:
     return [
         f"cache    {config.num_blocks} blocks x {config.block_size} tokens = {num_cached_tokens} "
         "tokens",
+        *_describe_tiers(config),
         f"batch    up to {sequences}; the cache holds {tenths // 10}.{tenths % 10} of the longest "
         f"({config.max_model_len} tokens){note}",
         *(
@@ -51,6 +52,20 @@ def describe_capacity(config: EngineConfig) -> list[str]:
             else ()
         ),
     ]
+
+
+def _describe_tiers(config: EngineConfig) -> list[str]:
+    """Describe the host pool and the files of blocks, where there are any."""
+    tier = config.host_tier
+    if tier is None:
+        return []
+    num_tokens = tier.num_blocks * config.block_size
+    lines = [
+        f"host     {tier.num_blocks} blocks x {config.block_size} tokens = {num_tokens} tokens"
+    ]
+    if tier.disk is not None:
+        lines.append(f"disk     up to {tier.disk.max_files} files of a block")
+    return lines
 
 
 def format_banner(

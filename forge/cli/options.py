@@ -2,8 +2,8 @@
 
 Owns the table. Flags, environment variables, keys of a file and the tables of docs/Command-line.md
 derive from it. Name, type, default and help of an engine's options are those of EngineConfig,
-DeviceOptions, Limits and SamplingParams. The geometry of the cache has the model's defaults, not
-those of EngineConfig, so an option that is not given is not passed on.
+DeviceOptions, TierOptions, Limits and SamplingParams. The geometry of the cache has the model's
+defaults, not those of EngineConfig, so an option that is not given is not passed on.
 
     EngineConfig.max_num_seqs: int = 256     its docstring's line is the help
         ──► Option ──► --max-num-seqs   FORGE_MAX_NUM_SEQS   max_num_seqs: 8
@@ -22,6 +22,7 @@ from forge.limits import Limits
 from forge.llm import Options
 from forge.policies import policy_names
 from forge.request import SamplingParams
+from forge.tier_options import TierOptions
 
 OptionValue = bool | int | float | str | tuple[str, ...]
 
@@ -134,6 +135,11 @@ DEVICE_OPTIONS = options_from_dataclass(
     DeviceOptions, [each.name for each in fields(DeviceOptions)]
 )
 
+TIER_OPTIONS = tuple(
+    each._replace(metavar="FOLDER") if each.value_type is str else each
+    for each in options_from_dataclass(TierOptions, [each.name for each in fields(TierOptions)])
+)
+
 SPECULATIVE_OPTIONS = (
     define_option(
         "draft_model",
@@ -181,6 +187,7 @@ ENGINE_OPTIONS = (
         )
     ),
     *(each._replace(metavar="NAME") if each.value_type is str else each for each in DEVICE_OPTIONS),
+    *TIER_OPTIONS,
     *SPECULATIVE_OPTIONS,
     RECORD_OPTION,
 )

@@ -12,7 +12,8 @@ from forge.tokenizer import Tokenizer
 class LoadedModel(NamedTuple):
     """Model that is ready to serve.
 
-    `config` has the caller's fields and the model's for the others.
+    config      the caller's fields, and the model's for the others
+    disk_keys   keys of files of blocks at the start, the least recently used first
     """
 
     name: str
@@ -20,3 +21,4 @@ class LoadedModel(NamedTuple):
     tokenizer: Tokenizer
     config: EngineConfig
     device: str = "cpu"
+    disk_keys: tuple[bytes, ...] = ()

@@ -16,22 +16,28 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
+from forge.models.block_files import HASH_BYTES, header_bytes
 from forge.models.costs import measure_step_costs
 from forge.models.early_start import begin_early
+from forge.models.file_moves import FileMoves
 from forge.models.gc_control import freeze_objects, pause_gc
 from forge.models.hash import HashModel
 from forge.models.loaded_model import LoadedModel
 from forge.models.mixed_costs import measure_mixed_costs
+from forge.models.tier_files import open_tier_files
 from forge.start_log import StartLog
+from forge.tier_options import TierOptions
 from forge.tokenizer import ByteTokenizer
 from forge.version import install_remedy
 
@@ -44,6 +50,7 @@ EMBEDDED_CHECKPOINTS = {"tiny": "tiny", "tiny-draft": "tiny_draft"}
 """Embedded models that are checkpoints, and their folders next to this file."""
 
 DEVICE_OPTIONS = frozenset(each.name for each in fields(DeviceOptions))
+TIER_OPTIONS = frozenset(each.name for each in fields(TierOptions))
 
 SPECULATION_OPTIONS = {
     "num_speculative_tokens": "num_tokens",
@@ -63,12 +70,13 @@ def load_model(
     """Open the named model, and close it when the context ends.
 
     Raise InvalidConfig with the remedy.
-    overrides   fields of EngineConfig and DeviceOptions, SPECULATION_OPTIONS and `draft_model` that
-                the caller set; the model has defaults for the others
+    overrides   fields of EngineConfig, DeviceOptions and TierOptions, SPECULATION_OPTIONS and
+                `draft_model` that the caller set; the model has defaults for the others
     start       where the phases of the start are recorded; a checkpoint's are logged at its end
     """
     device_overrides = {key: value for key, value in overrides.items() if key in DEVICE_OPTIONS}
-    other_names = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS}
+    tier_options = TierOptions(**{k: v for k, v in overrides.items() if k in TIER_OPTIONS})
+    other_names = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS, *TIER_OPTIONS}
     config_fields = {key: value for key, value in overrides.items() if key not in other_names}
     draft = overrides.get("draft_model")
     config_fields["speculation"] = _build_speculation(overrides)
@@ -84,9 +92,9 @@ def load_model(
                 "steps of the model hash do not depend on their tokens",
                 "Leave it out, or serve a checkpoint",
             )
-        yield _load_hash_model(
-            name, _parse_hash_options(options), draft, EngineConfig(**config_fields)
-        )
+        hash_options, config = _parse_hash_options(options), EngineConfig(**config_fields)
+        with ExitStack() as exit_stack:
+            yield _load_hash_model(name, hash_options, draft, config, tier_options, exit_stack)
         return
     if not isinstance(name, str) or not _is_checkpoint(name):
         raise InvalidConfig(
@@ -99,7 +107,9 @@ def load_model(
     _check_config_fields(config_fields)
     start = start or StartLog()
     path = _checkpoint_path(name)
-    with _open_checkpoint(path, draft, config_fields, device_options, start) as loaded:
+    with _open_checkpoint(
+        path, draft, config_fields, device_options, tier_options, start
+    ) as loaded:
         with start.phase("step costs"):
             loaded = _add_step_costs(loaded._replace(name=name))
         start.log_summary()
@@ -147,6 +157,7 @@ def _open_checkpoint(
     draft: str | None,
     config_fields: Mapping[str, Any],
     options: DeviceOptions,
+    tier_options: TierOptions,
     start: StartLog,
 ) -> Iterator[LoadedModel]:
     """Import forge.models.hf, which takes seconds, and open the checkpoint with it."""
@@ -164,7 +175,7 @@ def _open_checkpoint(
             reads_weights=options.load_format != "dummy",
         )
         with start.phase("imports"), pause_gc():
-            from forge.models.hf import open_model, open_pair
+            from forge.models.hf import create_tier_setup, open_model, open_pair
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] == "forge":
             raise
@@ -175,10 +186,11 @@ def _open_checkpoint(
         ) from None
     # A collection during the rest of the start would visit every object of the packages.
     with freeze_objects():
+        tiers = create_tier_setup(tier_options, config_fields.get("enable_prefix_caching", True))
         opened = (
-            open_model(name, config_fields, options, start)
+            open_model(name, config_fields, options, start, tiers)
             if draft is None
-            else open_pair(name, _checkpoint_path(draft), config_fields, options, start)
+            else open_pair(name, _checkpoint_path(draft), config_fields, options, start, tiers)
         )
         with opened as loaded:
             yield loaded
@@ -244,8 +256,14 @@ def _build_speculation(overrides: Mapping[str, Any]) -> Speculation | None:
 
 
 def _load_hash_model(
-    name: str, options: dict[str, int | float], draft: str | None, config: EngineConfig
+    name: str,
+    options: dict[str, int | float],
+    draft: str | None,
+    config: EngineConfig,
+    tier_options: TierOptions,
+    exit_stack: ExitStack,
 ) -> LoadedModel:
+    """Return the model and its draft. Files of blocks are open until `exit_stack` closes."""
     draft_model = None
     if draft is not None:
         kind, _, drafts = draft.partition(":") if isinstance(draft, str) else ("", "", "")
@@ -266,8 +284,24 @@ def _load_hash_model(
         config = replace(config, speculation=replace(config.speculation, costs=costs))
     seed = int(options.get("seed", 0))
     config = replace(config, cache_namespace=f"hash seed={seed}")
+    # Its blocks hold token ids of four bytes.
+    block_bytes = 4 * config.block_size
+    host_tier = tier_options.host_tier(
+        block_bytes,
+        header_bytes(block_bytes) + block_bytes,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    layout = f"token ids, {sys.byteorder} endian, {config.block_size} a block"
+    tier_files = exit_stack.enter_context(
+        open_tier_files(tier_options, blake2b(layout.encode(), digest_size=HASH_BYTES).digest())
+    )
+    moves = None if tier_files is None else FileMoves(tier_files.files, tier_files.executor)
     return LoadedModel(
-        name, _create_hash_model(options, config, draft_model), ByteTokenizer(), config
+        name,
+        _create_hash_model(options, config, draft_model, moves),
+        ByteTokenizer(),
+        replace(config, host_tier=host_tier),
+        disk_keys=() if tier_files is None else tier_files.keys,
     )
 
 
@@ -282,7 +316,10 @@ def _hash_step_costs(
 
 
 def _create_hash_model(
-    options: Mapping[str, int | float], config: EngineConfig, draft: HashModel | None = None
+    options: Mapping[str, int | float],
+    config: EngineConfig,
+    draft: HashModel | None = None,
+    files: FileMoves | None = None,
 ) -> HashModel:
     tokenizer = ByteTokenizer()
     likely = [tokenizer.encode(chr(byte))[0] for byte in LETTERS]
@@ -296,4 +333,5 @@ def _create_hash_model(
         agreement=float(options.get("agreement", 1.0)),
         step_s=float(options.get("step_ms", 0.0)) / 1000,
         draft=draft,
+        files=files,
     )

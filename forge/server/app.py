@@ -38,7 +38,7 @@ from forge.server import chat, generation
 from forge.server.admission import AdmissionQueue
 from forge.server.body import read_json_body
 from forge.server.chat import ChatCompletionResponse, ChatRequest
-from forge.server.completions import CompletionRequest, CompletionResponse, GenerateRequest, usage
+from forge.server.completions import CompletionRequest, CompletionResponse, GenerateRequest
 from forge.server.errors import (
     EXCEPTION_HANDLERS,
     APIError,
@@ -299,12 +299,11 @@ def _build_generate_body(outputs: Sequence[RequestOutput]) -> SlicedWork[dict[st
     """Build the body of a response of /generate, in slices."""
     (output,) = outputs
     yield 0
-    counts = usage(len(output.prompt_token_ids), len(output.token_ids))
     return {
         "text": output.text,
         "token_ids": output.token_ids,
-        "prompt_tokens": counts["prompt_tokens"],
-        "completion_tokens": counts["completion_tokens"],
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": len(output.token_ids),
         "finish_reason": output.finish_reason,
     }
 

@@ -25,7 +25,14 @@ from pydantic import Field, SkipValidation
 from forge.errors import InvalidRequest
 from forge.grammar_sandbox import TOO_COSTLY_CODE
 from forge.outputs import RequestOutput, TextDelta
-from forge.request import MAX_LOGPROBS, Request, SamplingParams, Structure, TokenLogprob
+from forge.request import (
+    MAX_LOGPROBS,
+    NOTHING_CACHED,
+    Request,
+    SamplingParams,
+    Structure,
+    TokenLogprob,
+)
 from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_choice import ChatChoice
@@ -293,6 +300,7 @@ class ChatCompletionResponse:
         self._usage_in_every_chunk = request_body.usage_in_every_chunk
         self._null_usage = ',"usage":null' if request_body.includes_usage else ""
         self._completion_tokens = 0
+        self._cached_tokens = NOTHING_CACHED
         self._unstarted_choices = set(range(request.params.n))  # their role is not sent yet
         self._choices = [
             ChatChoice(request_body.callable_tools, tokenizer) for _ in self._unstarted_choices
@@ -302,6 +310,7 @@ class ChatCompletionResponse:
         """Build the whole body, in slices."""
         (output,) = outputs
         self._completion_tokens = sum(len(choice.token_ids) for choice in output.choices)
+        self._cached_tokens = output.cached_tokens
         choices = []
         for choice in output.choices:
             chat_choice = self._choices[choice.index]
@@ -328,6 +337,7 @@ class ChatCompletionResponse:
             self._unstarted_choices.remove(delta.choice)
             chunks.append(self._chunk(delta.choice, chat_choice.role_delta, "null", "null"))
         self._completion_tokens += len(delta.token_ids)
+        self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
         logprobs, finish = "null", "null"
         if self._request_body.logprobs:
             scores = self._logprobs_object(self._logprob_entries(delta.logprobs))
@@ -348,9 +358,9 @@ class ChatCompletionResponse:
             return []
         return [f'{self._chunk_head}],"usage":{json.dumps(self.usage(), separators=(",", ":"))}}}']
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Count the tokens of the rendered chat and of all choices so far."""
-        return usage(len(self.requests[0].prompt), self._completion_tokens)
+        return usage(len(self.requests[0].prompt), self._completion_tokens, self._cached_tokens)
 
     def _chunk(self, index: int, delta: str, logprobs: str, finish: str) -> str:
         usage = self._null_usage

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from forge.errors import InvalidRequest
 from forge.outputs import RequestOutput, TextDelta
-from forge.request import Request, SamplingParams, TokenLogprob
+from forge.request import NOTHING_CACHED, CachedTokens, Request, SamplingParams, TokenLogprob
 from forge.server.errors import excerpt
 from forge.server.protocol import (
     MAX_TOTAL_CHOICES,
@@ -263,12 +263,21 @@ def echo_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     )
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Count token ids. A prompt counts once for all choices; a stop token counts."""
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: CachedTokens
+) -> dict[str, Any]:
+    """Count token ids. A prompt counts once for all choices; a stop token counts.
+
+    Cached tokens are counted by tier where some were not on the device: OpenAI has no such field.
+    """
+    details: dict[str, Any] = {"cached_tokens": cached_tokens.total}
+    if cached_tokens.host or cached_tokens.disk:
+        details["cached_tokens_by_tier"] = cached_tokens._asdict()
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": details,
     }
 
 
@@ -301,6 +310,7 @@ class CompletionResponse:
         ]
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._completion_tokens = 0
+        self._cached_tokens = NOTHING_CACHED
         self._pending_echo = {  # text of the prompt for the first chunk of each choice
             (p, c): self._echo_texts[p]
             for p, request in enumerate(requests)
@@ -312,6 +322,7 @@ class CompletionResponse:
         """Build the whole body, in slices."""
         choices: list[dict[str, object]] = []
         for p, output in enumerate(outputs):
+            self._cached_tokens = self._cached_tokens.plus(output.cached_tokens)
             for choice in output.choices:
                 logprobs = yield from self._build_logprobs(p, output, choice.logprobs)
                 choices.append(
@@ -339,6 +350,7 @@ class CompletionResponse:
             block_logprobs.add(delta.logprobs)
             logprobs = json.dumps(block_logprobs.take(), separators=(",", ":"), allow_nan=False)
         self._completion_tokens += len(delta.token_ids)
+        self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
         index = p * self.requests[p].params.n + delta.choice
         finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         chunk = (
@@ -353,9 +365,9 @@ class CompletionResponse:
             return []
         return [f'{self._chunk_head}],"usage":{json.dumps(self.usage(), separators=(",", ":"))}}}']
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Count the tokens of all prompts and of all choices so far."""
-        return usage(self._prompt_tokens, self._completion_tokens)
+        return usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
 
     def _usage_so_far(self) -> str:
         if not self._request_body.includes_usage:

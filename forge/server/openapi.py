@@ -23,6 +23,7 @@ from forge import __version__
 from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest, GenerateRequest
 from forge.server.middleware import SAFE_METHODS
+from forge.server.operations import ResizeRequest
 from forge.server.protocol import SESSION_ID, RequestBody
 from forge.server.request_head import SESSION_HEADER
 from forge.server.tokenization import DetokenizeRequest, TokenizeRequest
@@ -33,6 +34,7 @@ REQUEST_MODELS: dict[str, type[RequestBody]] = {
     "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/resize_kv_cache": ResizeRequest,
 }
 """Model of the body of each route that has one."""
 
@@ -50,6 +52,7 @@ SUMMARIES = {
     "/ping": "The status of /healthz, without a body",
     "/version": "Version of the server",
     "/reset_prefix_cache": "Drop all cached prefixes, so that no later request shares them",
+    "/resize_kv_cache": "Change the blocks of the cache and of the host pool",
     "/tokenize": "Token ids of a prompt",
     "/detokenize": "Text of token ids",
     "/tokenizer_info": "Properties of the tokenizer",
@@ -63,6 +66,7 @@ REQUIRED = {
     "/generate": ("prompt",),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
+    "/resize_kv_cache": ("num_blocks",),
 }
 """Fields without a default. The models accept null for them too; then an error names the field."""
 
@@ -72,7 +76,7 @@ NON_JSON_TYPES = {"/metrics": ("text/plain", "application/openmetrics-text")}
 STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions")
 GENERATION_PATHS = (*STREAMING_PATHS, "/generate")
 PROBE_PATHS = ("/health", "/ping")
-EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache")
+EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache", "/resize_kv_cache")
 
 
 SESSION_PARAMETER = {
@@ -113,7 +117,15 @@ _BOOLEAN = {"type": "boolean"}
 _LOGPROB = {"type": "number", "maximum": 0}
 _FINISH_REASON = {"enum": ["stop", "length"]}
 _IDS = _list(_COUNT)
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_USAGE = _object(
+    prompt_tokens=_COUNT,
+    completion_tokens=_COUNT,
+    total_tokens=_COUNT,
+    prompt_tokens_details=_with_optional(
+        _object(cached_tokens=_COUNT),
+        cached_tokens_by_tier=_object(device=_COUNT, host=_COUNT, disk=_COUNT),
+    ),
+)
 _TOP_LOGPROBS = {"type": "object", "additionalProperties": _LOGPROB}
 _LOGPROBS = _object(
     tokens=_list(_STRING),

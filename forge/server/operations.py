@@ -1,4 +1,4 @@
-"""Routes for operators: liveness, readiness and version.
+"""Routes for operators: liveness, readiness, version, and the cache.
 
 Owns the meaning of each probe. Knows no key: the middleware decides which routes need one.
 
@@ -14,17 +14,33 @@ number of steps shows it, not a flag.
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from forge import __version__
 from forge.async_llm import AsyncLLM
+from forge.errors import InvalidConfig, NeverFits
+from forge.server.body import read_json_body
 from forge.server.errors import APIError, engine_dead_error, shutting_down_error
 from forge.server.middleware import SHUTTING_DOWN
+from forge.server.protocol import IntegerField, RequestBody, missing_field_error, parse_request
 
 STALL_LIMIT_S = 12.0
 """Seconds after which a step counts as one that never ends."""
+
+
+class ResizeRequest(RequestBody):
+    """The body of POST /resize_kv_cache.
+
+    num_blocks        blocks of the cache on the device
+    num_host_blocks   blocks of the host pool; left out: as many as before
+    """
+
+    num_blocks: IntegerField = None
+    num_host_blocks: IntegerField = None
 
 
 class OperationsEndpoints:
@@ -46,6 +62,7 @@ class OperationsEndpoints:
             Route("/ping", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+            Route("/resize_kv_cache", self.resize_kv_cache, methods=["POST"]),
         ]
 
     async def livez(self, request: Request) -> Response:
@@ -79,6 +96,19 @@ class OperationsEndpoints:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """POST /reset_prefix_cache. The response follows the reset."""
         await self._llm.reset_prefix_cache()
+        return Response()
+
+    async def resize_kv_cache(self, request: Request) -> Response:
+        """POST /resize_kv_cache. The response follows the resize."""
+        body = await read_json_body(request, partial(parse_request, ResizeRequest))
+        if body.num_blocks is None:
+            raise missing_field_error("num_blocks", "Give the blocks of the cache")
+        try:
+            await self._llm.resize(body.num_blocks, body.num_host_blocks)
+        except InvalidConfig as error:
+            raise APIError(400, "invalid_value", str(error), param=error.option) from None
+        except NeverFits as error:
+            raise APIError(400, "invalid_value", str(error), param=error.field) from None
         return Response()
 
     def _check_engine(self) -> None:

@@ -4,17 +4,38 @@ Owns the line and its period. Knows no request. The numbers are those of /metric
 the previous line. An idle server writes no line.
 
     12 running, 3 waiting; tokens/s: 1,840 in, 431 out; cache 45 % used, 12 % hit
+
+With a host pool: "; host 80 % used, 20 % hit, 3 % in files". Each share is of the same tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from operator import sub
+from typing import NamedTuple
 
-from forge.server.metrics import ServerStats
+from forge.server.server_stats import ServerStats
+from forge.tier_status import NO_TIERS, TierStatus
 
 LOG = logging.getLogger("forge.statistics")
 PERIOD_S = 10.0
+
+
+class _Counts(NamedTuple):
+    """Tokens of prompts, of outputs, of admitted sequences, and those of these in each tier."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_queried_tokens: int
+    num_cached_tokens: int
+    num_host_tokens: int
+    num_disk_tokens: int
+
+    def percent(self, num_tokens: int) -> str:
+        """Return the share of the tokens of admitted sequences."""
+        share = num_tokens / self.num_queried_tokens if self.num_queried_tokens else 0
+        return f"{100 * share:.0f}"
 
 
 class StatLogger:
@@ -40,13 +61,11 @@ class StatLogger:
         """Return the line for the past `elapsed_s` seconds, or None where nothing happened."""
         status = self._stats.status
         last_counts, self._last_counts = self._last_counts, self._counts()
-        num_prompt_tokens, num_output_tokens, num_queried_tokens, num_cached_tokens = (
-            now - then for now, then in zip(self._last_counts, last_counts, strict=True)
-        )
+        changes = _Counts(*map(sub, self._last_counts, last_counts))
         if not (
-            num_prompt_tokens
-            or num_output_tokens
-            or num_queried_tokens
+            changes.num_prompt_tokens
+            or changes.num_output_tokens
+            or changes.num_queried_tokens
             or status.num_running
             or status.num_waiting
         ):
@@ -54,18 +73,32 @@ class StatLogger:
         used_percent = 100 * status.num_used_blocks / status.num_blocks
         return (
             f"{status.num_running} running, {status.num_waiting} waiting; tokens/s: "
-            f"{num_prompt_tokens / elapsed_s:,.0f} in, {num_output_tokens / elapsed_s:,.0f} out; "
-            f"cache {used_percent:.0f} % used, "
-            f"{100 * num_cached_tokens / num_queried_tokens if num_queried_tokens else 0:.0f} % hit"
+            f"{changes.num_prompt_tokens / elapsed_s:,.0f} in, "
+            f"{changes.num_output_tokens / elapsed_s:,.0f} out; "
+            f"cache {used_percent:.0f} % used, {changes.percent(changes.num_cached_tokens)} % hit"
+            f"{_format_tiers(status.tiers, changes)}"
         )
 
-    def _counts(self) -> tuple[int, int, int, int]:
-        """Return the tokens of prompts, of outputs, of admitted sequences, and those cached."""
-        status = self._stats.status
-        stats = self._stats
-        return (
+    def _counts(self) -> _Counts:
+        stats, status = self._stats, self._stats.status
+        tiers = status.tiers or NO_TIERS
+        return _Counts(
             stats.num_prompt_tokens,
             stats.num_generation_tokens,
             status.num_queried_tokens,
             status.num_cached_tokens,
+            tiers.num_host_tokens,
+            tiers.num_disk_tokens,
         )
+
+
+def _format_tiers(tiers: TierStatus | None, changes: _Counts) -> str:
+    """Return the part of the line about host memory and files: "" where there are none."""
+    if tiers is None:
+        return ""
+    num_blocks = tiers.num_host_blocks
+    used_percent = 100 * tiers.num_used_host_blocks / num_blocks if num_blocks else 0
+    return (
+        f"; host {used_percent:.0f} % used, {changes.percent(changes.num_host_tokens)} % hit, "
+        f"{changes.percent(changes.num_disk_tokens)} % in files"
+    )

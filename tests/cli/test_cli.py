@@ -33,11 +33,19 @@ from forge.cli.options import (
     Option,
 )
 from forge.cli.settings import resolve_settings
-from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation
+from forge.config import (
+    MAX_GEOMETRY,
+    DeviceOptions,
+    DiskTier,
+    EngineConfig,
+    HostTier,
+    Speculation,
+)
 from forge.errors import InvalidRequest
 from forge.llm import LLM, Options
 from forge.models.loader import SPECULATION_OPTIONS
 from forge.request import SamplingParams
+from forge.tier_options import TierOptions
 from tests.server.local_server import unexpected_log
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -610,7 +618,7 @@ def test_the_geometry_has_no_default_but_the_models() -> None:
     spoken = ["num_speculative_tokens", "speculative_method", "acceptance"]
     assert unset == [*MAX_GEOMETRY, "depth", "max_step_ms", *spoken]
     defaults = asdict(EngineConfig()) | asdict(DeviceOptions())
-    defaults |= {"draft_model": None, "record": None}
+    defaults |= asdict(TierOptions()) | {"draft_model": None, "record": None}
     for each in ENGINE_OPTIONS:
         assert each.default == (None if each.default_text else defaults[each.name])
     speculation = asdict(Speculation())
@@ -952,6 +960,16 @@ def test_what_is_proposed_is_said() -> None:
         "drafts   up to 3 a step, rejection"
     ]
     assert len(describe_capacity(EngineConfig())) == 2
+
+
+def test_tiers_are_described_where_there_are_some() -> None:
+    tier = HostTier(num_blocks=64, disk=DiskTier(max_files=500))
+    assert describe_capacity(EngineConfig(host_tier=tier))[1:3] == [
+        "host     64 blocks x 16 tokens = 1024 tokens",
+        "disk     up to 500 files of a block",
+    ]
+    without_files = EngineConfig(host_tier=HostTier(num_blocks=64))
+    assert [line[:4] for line in describe_capacity(without_files)] == ["cach", "host", "batc"]
 
 
 def test_the_page_has_a_row_for_every_option() -> None:

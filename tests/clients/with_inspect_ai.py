@@ -56,7 +56,10 @@ def check_evaluation(name: str, *words: str) -> None:
     expected = {"length": "max_tokens", "stop": "stop"}
     assert reasons == [expected[answer.finish_reason] for answer in KNOWN], reasons
     usage = log.stats.model_usage[f"openai-api/forge/{MODEL}"]
-    assert usage.input_tokens == sum(len(ids(chat(("user", each)))) for each in PROMPTS), usage
+    num_input = sum(len(ids(chat(("user", each)))) for each in PROMPTS)
+    num_cached = usage.input_tokens_cache_read or 0
+    # Some versions count cached tokens separately.
+    assert usage.input_tokens in (num_input, num_input - num_cached), usage
     assert usage.output_tokens == sum(answer.tokens for answer in KNOWN), usage
     mean = log.results.scores[0].metrics["mean"].value
     assert mean == NUM_RIGHT / len(PROMPTS), f"5 of 8 are right, inspect-ai says {mean}"

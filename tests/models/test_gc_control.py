@@ -124,11 +124,14 @@ class CollectorState(ModuleType):
         self.states.append((event, gc.isenabled(), gc.get_freeze_count() > 0))
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("open_model", "open_pair"):
+        if name not in ("create_tier_setup", "open_model", "open_pair"):
             raise AttributeError(name)
         assert self.gone == ["destroyed"], "garbage of before was not collected"
         self.record("import")
-        return self.open
+        return self.open if name.startswith("open") else self.create_nothing
+
+    def create_nothing(self, *arguments: object) -> None:
+        """Return None: there are no KV tiers."""
 
     @contextmanager
     def open(self, *arguments: object) -> Iterator[LoadedModel]:

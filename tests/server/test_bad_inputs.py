@@ -116,7 +116,10 @@ def good_request(index: int) -> bytes:
 
 
 def read_output(answer: WireResponse) -> tuple[int, list[Any], str]:
-    """Return the text, scores, finish reason and usage of a stream, however it was cut."""
+    """Return the text, scores, finish reason and usage of a stream, however it was cut.
+
+    Without the cached tokens of the prompt, which depend on what ran before.
+    """
     if answer.status != 200:
         return answer.status, [], answer.body.decode()
     events = answer.body.decode().split("\n\n")
@@ -129,6 +132,8 @@ def read_output(answer: WireResponse) -> tuple[int, list[Any], str]:
             found["scores"] += scores.get("content") or scores.get("top_logprobs") or ()
             found["finish"] = choice["finish_reason"]
         found["usage"] = chunk.get("usage")
+        if found["usage"]:
+            del found["usage"]["prompt_tokens_details"]
     return answer.status, list(found.items()), events[-2]
 
 

@@ -153,6 +153,9 @@ def complete_openapi(server: AuditedServer) -> dict[str, Any]:
     for schema in document["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"const": "hash"}
+        if "num_blocks" in schema.get("properties", {}):
+            # A smaller pool would refuse all other requests.
+            schema["properties"]["num_blocks"] = {"const": server.llm.engine.config.num_blocks}
     for path, bodies in EXAMPLES.items():
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         content["examples"] = {f"{i}": {"value": body} for i, body in enumerate(bodies)}

@@ -268,11 +268,14 @@ def test_usage_is_what_a_reference_counts(running_server: RunningServer, request
         }
         cached_before = running_server.llm.status.num_cached_tokens
         whole = running_server.post(path, **body).json()
+        details = [whole["usage"].pop("prompt_tokens_details")]
         assert whole["usage"] == expected, body
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body["stream_options"]["continuous_usage_stats"] = rng.random() < 0.5
         chunks = parse_chunks(running_server.post(path, **body).text)
+        details.append(chunks[-1]["usage"].pop("prompt_tokens_details"))
         assert (chunks[-1]["usage"], chunks[-1]["choices"]) == (expected, []), body
+        assert 0 <= details[0]["cached_tokens"] <= details[1]["cached_tokens"] < prompt_tokens
         so_far = [c["usage"]["completion_tokens"] for c in chunks if c.get("usage")]
         assert so_far == sorted(so_far)
         reached["chats"] += path.startswith("/v1/chat")

@@ -534,7 +534,7 @@ def test_a_key_is_needed_where_something_is_read_or_changed() -> None:
     with open_server(api_keys=("sesame",)) as server:
         for path in ("/metrics", "/version", "/tokenizer_info", "/openapi.json"):
             check_envelope(server.client.get(path), 401, None, "invalid_api_key")
-        for path in ("/tokenize", "/detokenize", "/reset_prefix_cache"):
+        for path in ("/tokenize", "/detokenize", "/reset_prefix_cache", "/resize_kv_cache"):
             check_envelope(server.client.post(path, json={}), 401, None, "invalid_api_key")
         for path in ("/livez", "/readyz", "/healthz", "/health", "/ping"):
             assert server.client.get(path).status_code == 200

@@ -10,7 +10,7 @@ import pytest
 
 from forge.async_llm import AsyncLLM
 from forge.request import SamplingParams
-from forge.server.metrics import ServerStats
+from forge.server.server_stats import ServerStats
 from forge.server.stat_logger import StatLogger
 
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
