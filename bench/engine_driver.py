@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -148,10 +149,19 @@ class EngineDriver:
         self.engine = engine
         self._next_id = 2**40
 
-    def submit(self, prompt: Sequence[int], output: int) -> int:
-        """Submit a request. Returns its id."""
+    def submit(
+        self, prompt: Sequence[int], output: int, params: SamplingParams | None = None
+    ) -> int:
+        """Submit a request for exactly `output` tokens. Returns its id.
+
+        params   how tokens are sampled; None: greedily
+        """
         self._next_id += 1
-        self.engine.submit(Request(self._next_id, tuple(prompt), greedy(output)))
+        if params is None:
+            params = greedy(output)
+        else:
+            params = replace(params, max_tokens=output, ignore_eos=True)
+        self.engine.submit(Request(self._next_id, tuple(prompt), params))
         return self._next_id
 
     def step(self) -> dict[int, int]:
@@ -190,7 +200,9 @@ class EngineDriver:
         return run_engine_closed_loop(self.submit, self.step, prompts, output, concurrency)
 
     @contextmanager
-    def steady_decode(self, prompts: Sequence[Sequence[int]]) -> Iterator[ModelTimer]:
+    def steady_decode(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
+    ) -> Iterator[ModelTimer]:
         """Bring every prompt into decode, one row each, for as long as the longest sequence allows.
 
         Yields a timer of the model. All requests are aborted at the end.
@@ -199,7 +211,7 @@ class EngineDriver:
         max_len = min(config.max_model_len, config.num_blocks * config.block_size)
         timer = ModelTimer(inner)
         self.engine.model = timer
-        ids = [self.submit(prompt, max_len - len(prompt)) for prompt in prompts]
+        ids = [self.submit(prompt, max_len - len(prompt), params) for prompt in prompts]
         try:
             waiting = set(ids)
             while waiting:
@@ -214,8 +226,15 @@ class EngineDriver:
                 self.engine.step()
             self.engine.model = inner
 
-    def time_steps(self, prompts: Sequence[Sequence[int]], count: int) -> list[StepTime]:
+    def time_steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        params: SamplingParams | None = None,
+    ) -> list[StepTime]:
         """Return times of `count` steps in steady decode of these prompts. Raises InvalidConfig.
+
+        params   how tokens are sampled; None: greedily
 
         Deltas are checked after the last step, so that nothing else runs between two steps.
         """
@@ -223,7 +242,7 @@ class EngineDriver:
         times: list[StepTime] = []
         rows: list[int] = []
         deltas_by_step: list[list[Delta]] = []
-        with self.steady_decode(prompts) as timer:
+        with self.steady_decode(prompts, params) as timer:
             end = clock()
             for _ in range(count):
                 forward_s, wait_s = timer.forward_s, timer.wait_s
