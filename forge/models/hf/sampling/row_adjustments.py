@@ -85,7 +85,7 @@ def collect_row_adjustments(
 
 def _index_of_rows(rows: HostArray, num_rows: int) -> HostArray:
     """Return where each row is in `rows`, or -1. int64 [num_rows]."""
-    index = np.full(num_rows, -1, np.int64)
+    index: HostArray = np.full(num_rows, -1, np.int64)
     index[rows] = np.arange(len(rows))
     return index
 
