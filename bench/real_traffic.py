@@ -307,6 +307,7 @@ def create_parser() -> argparse.ArgumentParser:
         each.add_argument("root", help="folder for the files of shapes")
         each.add_argument("--cells", help="such as top_p64,chat300; default: all offline cells")
         each.add_argument("--rounds", type=int, help="measured rounds; default: that of the cells")
+        each.add_argument("--seconds", type=int, help="of a round of served cells; default: theirs")
         each.add_argument("--trace", type=Path, default=SAMPLE_TRACE, help="default: a sample")
         each.add_argument("--options", type=json.loads, default={}, help="JSON for the engine")
         each.add_argument("--vocab-size", type=int, help="of an embedded model")
@@ -320,13 +321,34 @@ def create_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def select_cells(traffic: Traffic, chosen: str | None, rounds: int | None) -> Traffic:
-    """Return the cells of a command line. Raises InvalidConfig."""
-    if rounds is not None and rounds < 1:
-        raise InvalidConfig("rounds", f"{rounds} is not a positive integer", "Give 1 or more")
+def select_cells(
+    traffic: Traffic, chosen: str | None, rounds: int | None, seconds: int | None = None
+) -> Traffic:
+    """Return the cells of a command line. Raises InvalidConfig.
+
+    seconds   of a round of the served cells, which get a name and a label of their own; None: as
+              the cells have it
+    """
+    for name, value in (("rounds", rounds), ("seconds", seconds)):
+        if value is not None and value < 1:
+            raise InvalidConfig(name, f"{value} is not a positive integer", "Give 1 or more")
     offline = [cell.name for cell in traffic.cells if not isinstance(cell.load, OpenLoop)]
     selected = traffic.select(offline if chosen is None else chosen.split(","))
+    if seconds is not None:
+        cells = tuple(with_seconds(cell, seconds) for cell in selected.cells)
+        selected = selected._replace(cells=cells)
     return selected._replace(rounds=rounds or traffic.rounds)
+
+
+def with_seconds(cell: Cell, seconds: int) -> Cell:
+    """Return the cell with rounds of so many seconds. Raises InvalidConfig for offline cells."""
+    if not isinstance(cell.load, OpenLoop):
+        raise InvalidConfig("seconds", f"{cell.name} has no duration", "Leave it out")
+    return cell._replace(
+        name=f"{cell.name}_{seconds}s",
+        label=f"{cell.label}, {seconds} s",
+        load=cell.load._replace(seconds=float(seconds)),
+    )
 
 
 def run_cli(words: Sequence[str] | None = None, traffic: Traffic | None = None) -> int:
@@ -339,7 +361,7 @@ def run_cli(words: Sequence[str] | None = None, traffic: Traffic | None = None) 
         if args.command == "join":
             print(write_record(args.name, args.logs, commit=args.commit))
             return 0
-        selected = select_cells(traffic or Traffic.read(), args.cells, args.rounds)
+        selected = select_cells(traffic or Traffic.read(), args.cells, args.rounds, args.seconds)
         log = args.log or Path(tempfile.gettempdir(), f"{args.command}-server.log")
         measure(
             args.command,

@@ -160,6 +160,8 @@ def test_a_figure_has_its_median_and_its_extremes() -> None:
         (["--cells", "batch,served"], "served need a server, and the others an engine without"),
         (["--cells", "other"], "there is no cell 'other'"),
         (["--rounds", "0"], "rounds: 0 is not a positive integer"),
+        (["--cells", "served", "--seconds", "0"], "seconds: 0 is not a positive integer"),
+        (["--cells", "batch", "--seconds", "9"], "seconds: batch has no duration"),
         (["--trace", "missing.csv"], "missing.csv cannot be read"),
     ],
 )
@@ -170,6 +172,13 @@ def test_a_command_that_cannot_run_says_why(
     captured = capsys.readouterr()
     assert problem in captured.err
     assert parse(captured.out) == []
+
+
+def test_a_served_cell_of_other_seconds_has_a_name_of_its_own() -> None:
+    """A record must not mix rounds of different durations under one name."""
+    [cell] = real_traffic.select_cells(TRAFFIC, "served", None, seconds=9).cells
+    assert (cell.name, cell.label) == ("served_9s", "the cell served, 9 s")
+    assert cell.load == OpenLoop(200.0, 9.0)
 
 
 # vLLM
