@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 from math import inf
+from operator import ne
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from forge.sampling import (
     filter_logits,
     gap_weight,
     logit_gaps,
+    sample_token,
 )
 from forge.seam import Bind
 
@@ -219,3 +221,68 @@ def test_the_kernel_keeps_and_draws_what_plain_torch_does(
     vocab_size: int, shape: str, dtype: Any
 ) -> None:
     assert count_differences(vocab_size, 16 if vocab_size > 1000 else 512, shape, dtype) == 0
+
+
+def normative_tokens(logits: Any, params: list[SamplingParams], seeds: list[int]) -> list[int]:
+    """Return the token of each row by forge.sampling; row i is at position i."""
+    return [
+        sample_token(row, each, seed, position)
+        for position, (row, each, seed) in enumerate(
+            zip(logits.tolist(), params, seeds, strict=True)
+        )
+    ]
+
+
+def sampled_tokens(logits: Any, params: list[SamplingParams], seeds: list[int]) -> list[int]:
+    """Return the token of each row by `sample_slots`, on the device of the logits.
+
+    Row i is at position i.
+    """
+    num_rows, vocab_size = logits.shape
+    entries = [
+        build_slot_entry(seed, build_slot_params(Bind(each, seed, 1), vocab_size).numbers)
+        for each, seed in zip(params, seeds, strict=True)
+    ]
+    slot_table = torch.from_numpy(np.stack(entries)).to(logits.device)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=logits.device)
+    sampled = torch.full((2, num_rows), 77, dtype=torch.int32, device=logits.device)
+    if logits.is_cuda:
+        from forge.models.hf.sampling.sample_cuda import SampleKernels
+
+        kernels = SampleKernels(vocab_size, logits.device)
+        kernels.sample(logits, rows, rows, slot_table, sampled[0], sampled[1])
+    else:
+        sample_slots(logits, rows, rows, slot_table, sampled[0], sampled[1])
+    assert not sampled[1].any(), "a row failed"
+    tokens: list[int] = sampled[0].tolist()
+    return tokens
+
+
+def count_wrong_tokens(device: Any, vocab_size: int, num_rows: int, seed: int) -> int:
+    """Return how many rows a device samples otherwise than forge.sampling."""
+    rng = Random(f"{vocab_size} {seed}")
+    num_wrong = 0
+    for start in range(0, num_rows, len(SHAPES)):
+        shape = SHAPES[start // len(SHAPES) % len(SHAPES)]
+        x = some_logits(rng, min(len(SHAPES), num_rows - start), vocab_size, shape)
+        params = [
+            some_params(rng, vocab_size) if index % 2 else edge_params(rng, row)
+            for index, row in enumerate(x.tolist())
+        ]
+        seeds = [rng.getrandbits(63) for _ in params]
+        found = sampled_tokens(x.to(device), params, seeds)
+        num_wrong += sum(map(ne, found, normative_tokens(x, params, seeds)))
+    return num_wrong
+
+
+def test_plain_torch_draws_the_tokens_of_the_normative_arithmetic() -> None:
+    assert count_wrong_tokens(torch.device("cpu"), 64, 160, 0) == 0
+
+
+# 28 parts, so that the workers of a run share them: 5,040 rows of a real vocabulary.
+@pytest.mark.gpu
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(28))
+def test_the_kernel_draws_the_tokens_of_the_normative_arithmetic(seed: int) -> None:
+    assert count_wrong_tokens(torch.device("cuda"), 151_936, 180, seed) == 0
