@@ -274,7 +274,8 @@ class BlockPool:
         if num_needed > self.num_free_blocks:
             raise OutOfBlocks(num_needed, self.num_free_blocks)
         # Shared blocks are held before allocation, which could evict one of them.
-        self.share(shared)
+        if shared:
+            self.share(shared)
         new_blocks = self.allocate(max(0, self.num_blocks_for(num_tokens) - len(shared)))
         assert new_blocks is not None, f"{num_needed} blocks were there"
         table = self.tables[seq_id] = BlockTable(

@@ -532,7 +532,8 @@ class Scheduler:
             if copy is not None:
                 copies.append(BlockCopy(*copy))
         sequence.num_committed = sequence.num_shared_tokens = sequence.table.num_tokens
-        cached = CachedTokens(sequence.num_committed)
+        num_shared = sequence.num_committed
+        cached = CachedTokens(num_shared) if num_shared else NOTHING_CACHED
         if self._has_host_tier:
             num_loads = self._begin_load(sequence, len(shared)) if parent is None else 0
             if num_loads:
@@ -540,13 +541,10 @@ class Scheduler:
                 cached = self._count_loads(sequence, len(shared), num_loads)
             self.disk_cache.forget_sequence(sequence.id)
         if not sequence.epoch:  # a preempted sequence would count its own blocks
-            self.cached_tokens = self.cached_tokens.plus(cached)
             self.num_queried_tokens += len(sequence.tokens)
-            self.num_uncached_tokens += len(sequence.tokens) - cached.total
-            if sequence.runs_first(self.requests[sequence.request.id]):
-                sequence.cached_tokens = cached
-            if sequence.session is not None and sequence.session.num_turns > 1:
-                self.resumed_tokens = self.resumed_tokens.plus(cached)
+            self.num_uncached_tokens += len(sequence.tokens)
+            if cached is not NOTHING_CACHED:
+                self._count_cached(sequence, cached)
             self.new_request_ids.append(sequence.request.id)
         self.prefix_cache.add_in_progress(sequence)
         sequence.slot = self._free_slots.pop()
@@ -558,6 +556,15 @@ class Scheduler:
         )
         self._notify_policy(PolicyEventKind.ADMITTED, sequence, sequence.session)
         return True
+
+    def _count_cached(self, sequence: Sequence, cached: CachedTokens) -> None:
+        """Count tokens that a sequence does not compute when it first runs."""
+        self.cached_tokens = self.cached_tokens.plus(cached)
+        self.num_uncached_tokens -= cached.total
+        if sequence.runs_first(self.requests[sequence.request.id]):
+            sequence.cached_tokens = cached
+        if sequence.session is not None and sequence.session.num_turns > 1:
+            self.resumed_tokens = self.resumed_tokens.plus(cached)
 
     def _begin_load(self, sequence: Sequence, num_cached: int) -> int:
         """Load the host blocks that follow the sequence's cached blocks, and return their number.
