@@ -18,6 +18,7 @@ tampering: only the user that owns the folder can write to it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -42,6 +43,8 @@ _FIXED = Struct(f"<8sIIQ{HASH_BYTES}s{HASH_BYTES}s")
 """Magic, version, bytes of a piece, bytes of the content, layout, key."""
 _CRC = Struct("<I")
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO under a key must not block
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of opening a file that say nothing about it."""
 _LOCK = ".lock"
 _LOCK_POLL_S = 0.001
 _KEY_NAME = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
@@ -169,8 +172,8 @@ class BlockFiles:
         name = key.hex()
         try:
             fd = self._open(name, os.O_RDONLY)
-        except OSError:
-            if self._is_listed(name):
+        except OSError as error:
+            if error.errno not in _NO_RESOURCES and self._is_listed(name):
                 self.remove(name)  # a link, or a file that cannot be opened
             return None
         try:

@@ -10,31 +10,27 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from hashlib import blake2b
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import pytest
 
 from forge.errors import InvalidConfig
 from forge.models.block_files import PIECE_BYTES, BlockFiles, header_bytes
+from tests.models.block_contents import (
+    KILLED_BYTES,
+    LAYOUT,
+    NUM_KILLED_KEYS,
+    OTHER_LAYOUT,
+    content_of,
+    key_of,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def key_of(number: int) -> bytes:
-    """Return a key: 64 bytes."""
-    return blake2b(str(number).encode()).digest()
-
-
-def content_of(number: int, size: int = 1000) -> bytes:
-    """Return the content that belongs to a key of `key_of`."""
-    return Random(number).randbytes(size)
-
-
-LAYOUT, OTHER_LAYOUT = key_of(-1), key_of(-2)
 
 
 @pytest.fixture
@@ -223,6 +219,21 @@ def test_folder_and_files_are_private(folder: Path, files: BlockFiles) -> None:
     assert {stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir()} == {0o600}
 
 
+def test_a_process_without_file_descriptors_keeps_the_files(
+    folder: Path, files: BlockFiles
+) -> None:
+    """The file is as it was written, and read again once there are descriptors."""
+    fill(files, range(1))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        found, was_written = read(files, 0), files.write(key_of(1), content_of(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert found is None and not was_written
+    assert read(files, 0) == content_of(0) and files.num_bytes == bytes_on_disk(folder)
+
+
 def test_what_is_not_a_file_of_this_user_is_a_miss(folder: Path, files: BlockFiles) -> None:
     """A link is not followed, a FIFO does not block, and what they lead to stays."""
     fill(files, range(1))
@@ -395,53 +406,90 @@ def test_writes_that_end_in_the_middle_leave_nothing(folder: Path, files: BlockF
 
 WRITE_FOREVER = """
 import itertools, sys
-from pathlib import Path
-from tests.models.test_block_files import LAYOUT, BlockFiles, content_of, key_of
-files = BlockFiles(Path(sys.argv[1]), LAYOUT, int(sys.argv[2]))
-contents = [content_of(number, 400_000) for number in range(40)]
+from forge.models.block_files import BlockFiles
+from tests.models.block_contents import KILLED_BYTES, LAYOUT, NUM_KILLED_KEYS, content_of, key_of
+files = BlockFiles(sys.argv[1], LAYOUT, int(sys.argv[2]))
+contents = [content_of(number, KILLED_BYTES) for number in range(NUM_KILLED_KEYS)]
 for number in itertools.count():
-    print("alive", flush=True)
-    files.write(key_of(number % 40), contents[number % 40])
+    files.write(key_of(number % NUM_KILLED_KEYS), contents[number % NUM_KILLED_KEYS])
 """
 
 
-def check_kills(folder: Path, seeds: range) -> int:
-    """Kill a process that writes, once for each seed. Return how many temporary files were left."""
-    max_bytes, num_left = 6_000_000, 0
-    contents = [content_of(number, 400_000) for number in range(40)]
+class Kills(NamedTuple):
+    """Processes that were killed in the middle of a write.
+
+    num_left   temporary files that they left
+    num_cut    those of them that had some of their bytes, and not all
+    """
+
+    num_left: int
+    num_cut: int
+
+
+def temporary_files(folder: Path) -> list[Path]:
+    """Return the temporary files of a folder that may be missing yet."""
+    if not folder.exists():
+        return []
+    return [folder / name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether the end of a temporary file is not written yet: it is zeros until then."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-16, os.SEEK_END)
+            return not any(file.read())
+    except OSError:  # it has its name by now, or no size yet
+        return False
+
+
+def kill_while_it_writes(process: subprocess.Popen[bytes], folder: Path, num_looks: int) -> None:
+    """Kill the process once an unfinished file was seen more than `num_looks` times."""
+    end_s = time.monotonic() + 60
+    try:
+        while num_looks >= 0:
+            assert process.poll() is None and time.monotonic() < end_s, "no write was seen"
+            num_looks -= any(map(is_unfinished, temporary_files(folder)))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def check_kills(folder: Path, seeds: range) -> Kills:
+    """Kill processes, until for each seed one has left a temporary file, and open the folder."""
+    max_bytes, num_left, num_cut = 2 * (KILLED_BYTES + header_bytes(KILLED_BYTES)), 0, 0
+    contents = [content_of(number, KILLED_BYTES) for number in range(NUM_KILLED_KEYS)]
     for seed in seeds:
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITE_FOREVER, str(folder), str(max_bytes)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-        )
-        try:
-            for _ in range(Random(seed).randint(1, 40)):
-                assert process.stdout is not None and process.stdout.readline()
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        num_left += sum(each.name.endswith(".tmp") for each in folder.iterdir())
+        left: list[Path] = []
+        while not left:
+            process = subprocess.Popen(
+                [sys.executable, "-c", WRITE_FOREVER, str(folder), str(max_bytes)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+            kill_while_it_writes(process, folder, Random(seed).randint(0, 6))
+            left = temporary_files(folder)
+        num_left += len(left)
+        num_cut += sum(is_unfinished(each) and any(each.read_bytes()) for each in left)
         assert bytes_on_disk(folder) <= max_bytes
         files = BlockFiles(folder, LAYOUT, max_bytes)
-        assert not [each for each in folder.iterdir() if each.name.endswith(".tmp")]
+        assert not temporary_files(folder)
         assert files.num_bytes == bytes_on_disk(folder)
-        for number in range(40):
+        for number in range(NUM_KILLED_KEYS):
             assert read(files, number) in (None, contents[number])
         files.close()
-    return num_left
+    return Kills(num_left, num_cut)
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_a_folder_that_opens(folder: Path) -> None:
-    check_kills(folder, range(3))
+    assert check_kills(folder, range(3)).num_left == 3
 
 
 @pytest.mark.soak
 def test_two_hundred_processes_that_are_killed_leave_a_folder_that_opens(folder: Path) -> None:
-    print(check_kills(folder, range(200)), "temporary files were left")
+    kills = check_kills(folder, range(200))
+    print(kills)
+    assert kills.num_left == 200 and kills.num_cut
 
 
 def test_temporary_files_that_are_being_written_stay(folder: Path) -> None:
