@@ -360,13 +360,17 @@ class EngineLoop:
     def _resize(self, command: Resize) -> ForgeError | None:
         """Resize the pools, or return why that is refused. Memory was allocated at the start."""
         config = self._engine.config
-        num_host_blocks = 0 if config.host_tier is None else config.host_tier.num_blocks
+        host_tier = config.host_tier
         try:
             for name, value, limit in (
                 ("num_blocks", command.num_blocks, config.num_blocks),
-                ("num_host_blocks", command.num_host_blocks, num_host_blocks),
+                (
+                    "num_host_blocks",
+                    command.num_host_blocks,
+                    None if host_tier is None else host_tier.num_blocks,
+                ),
             ):
-                if limit and type(value) is int and value > limit:
+                if limit is not None and type(value) is int and value > limit:
                     raise InvalidConfig(
                         name,
                         f"{str(value)[:32]} blocks, and memory was allocated for {limit}",

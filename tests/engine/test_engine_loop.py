@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from forge.config import EngineConfig
+from forge.config import EngineConfig, HostTier
 from forge.engine import Engine
-from forge.engine_loop import Abort, CheckedRequest, EngineLoop, StepReport
+from forge.engine_loop import Abort, CheckedRequest, EngineLoop, Resize, StepReport
+from forge.errors import InvalidConfig
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.models.hash import HashModel
 from forge.request import FinishReason, Request, SamplingParams, Structure
@@ -377,3 +378,17 @@ def test_a_loop_that_ends_does_not_wait_for_a_structure() -> None:
         loop.post(Request(0, (5,), STRUCTURED))
         assert structures.requested.wait(TIMEOUT_S)
     structures.permit.set()
+
+
+def test_a_host_pool_that_began_empty_stays_empty() -> None:
+    """No memory was allocated for a block of it."""
+    config = EngineConfig(num_blocks=64, block_size=4, host_tier=HostTier(num_blocks=0))
+    engine, log = Engine(HashModel(num_blocks=64, block_size=4), config), ReportLog()
+    with run_loop(engine, log) as loop:
+        for ticket, num_host_blocks in enumerate((0, 1)):
+            loop.post(Resize(ticket, 32, num_host_blocks))
+        loop.post(Request(7, (5, 6, 7), SHORT))
+        log.wait_until_ended(1)
+    (_, accepted), (_, refused) = [each for report in log.reports for each in report.resizes]
+    assert accepted is None and isinstance(refused, InvalidConfig)
+    assert "1 blocks, and memory was allocated for 0" in str(refused)
