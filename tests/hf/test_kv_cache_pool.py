@@ -325,6 +325,8 @@ def test_an_error_inside_generate_frees_the_blocks_at_the_end() -> None:
     check_all_free(pool)
     with pytest.raises(InvalidConfig, match="past_key_values: the cache is closed"):
         generate(module, ids, cache)
+    with pytest.raises(InvalidConfig, match="past_key_values: the cache is closed"):
+        cache.publish(ids)
     check_all_free(pool)
 
 

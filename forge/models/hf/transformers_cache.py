@@ -139,9 +139,13 @@ class TableCache(Cache):
 
     def slots_to_write(self, rows: int, start: int, end: int) -> torch.Tensor:
         """Return where positions [start, end) of each row are written. Raise InvalidConfig."""
+        self.check_is_open()
+        return self.tables.slots_to_write(rows, start, end)
+
+    def check_is_open(self) -> None:
+        """Raise InvalidConfig after `close`: the blocks are free."""
         if self._is_closed:
             raise InvalidConfig("past_key_values", "the cache is closed", "Open another one")
-        return self.tables.slots_to_write(rows, start, end)
 
     def truncate_tables(self) -> None:
         """Drop the positions that no layer holds."""
@@ -273,8 +277,9 @@ class PooledCache(TableCache):
 
         sequences   [rows, positions] tokens: the prompts, or what generate() returned for them
         After rows were reordered, as by beam search, only blocks of the prompts are published.
-        Raise InvalidConfig where a row does not begin with its prompt.
+        Raise InvalidConfig where a row does not begin with its prompt, and after `close`.
         """
+        self.check_is_open()
         rows: list[list[int]] = sequences.tolist()
         num_prompt = len(self._prompts[0])
         if [row[:num_prompt] for row in rows] != self._input_ids:
