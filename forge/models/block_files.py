@@ -250,7 +250,13 @@ class BlockFiles:
         while True:
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                if os.fstat(self._lock_fd).st_nlink:
+                    return
+                # Something has removed the file: other processes lock the one in its place.
+                lock_fd = self._open(_LOCK, os.O_RDWR | os.O_CREAT)
+                os.close(self._lock_fd)
+                self._lock_fd, self._generation = lock_fd, -1
+                continue
             except BlockingIOError:
                 if time.monotonic() >= deadline_s:
                     raise TimeoutError(

@@ -330,6 +330,24 @@ def test_two_openings_share_one_budget(folder: Path) -> None:
         assert both[0].num_bytes == both[1].num_bytes == bytes_on_disk(folder)
 
 
+def test_openings_share_one_budget_after_something_has_removed_the_lock(folder: Path) -> None:
+    """The first one locks the file that the second one has made since."""
+    one_file = header_bytes(1000) + 1000
+    first = BlockFiles(folder, LAYOUT, 2 * one_file)
+    fill(first, range(1))
+    (folder / ".lock").unlink()
+    second = BlockFiles(folder, LAYOUT, 2 * one_file)
+    fill(second, range(1, 2))
+    fill(first, range(2, 3))
+    assert bytes_on_disk(folder) == first.num_bytes == second.num_bytes == 2 * one_file
+    for each in folder.iterdir():
+        each.unlink()
+    folder.rmdir()
+    assert not first.write(key_of(3), content_of(3)), "nor is there a folder"
+    first.close()
+    second.close()
+
+
 def test_threads_keep_the_budget(folder: Path) -> None:
     max_bytes = 6 * (header_bytes(1000) + 1000)
     files = BlockFiles(folder, LAYOUT, max_bytes)
