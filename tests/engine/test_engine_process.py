@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,31 @@ def test_a_process_that_ends_at_its_start_is_no_engine(tmp_path: Path) -> None:
     policy.write_text("import os\nos._exit(3)\n")
     with pytest.raises(EngineDead, match=r"did not start: its process ended with exit code 3$"):
         AsyncLLM.spawn("hash", policy=str(policy))
+
+
+@pytest.fixture
+def unfrozen_gc() -> Iterator[None]:
+    """Unfreeze what the tests themselves have frozen, as in a server that starts."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen_gc")
+def test_no_collection_visits_the_objects_of_the_start_until_the_engine_is_closed() -> None:
+    llm = AsyncLLM.spawn("hash")
+    kept = [llm]
+    assert gc.get_freeze_count() > 10_000
+    assert any(each is kept for each in gc.get_objects()), "later objects are visited"
+    llm.close()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("unfrozen_gc")
+def test_nothing_stays_frozen_where_the_engine_did_not_start() -> None:
+    with pytest.raises(InvalidConfig, match=r"^num_blocks: "):
+        AsyncLLM.spawn("hash", num_blocks=0)
+    assert gc.get_freeze_count() == 0
 
 
 def test_functions_do_not_go_to_another_process() -> None:
