@@ -20,7 +20,9 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from forge.cli.options import ENGINE_OPTIONS, Option, define_option
 from forge.cli.parser import CommandFunction, Parser, add_flags
@@ -300,53 +302,53 @@ def run_benchmark(args: argparse.Namespace, chosen: Settings) -> int:
     return int(args.measure(args, chosen))
 
 
-def add_subparsers(parser: Parser) -> None:
-    """Give the parser of `forge bench` a command for each benchmark."""
-    benches = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+def add_benchmark(
+    subparsers: Any, name: str, measure: CommandFunction, subject: Option | None, *flags: Option
+) -> Parser:
+    """Add a benchmark with these flags and --json, and return its parser.
+
+    subparsers   of `forge bench`, or of a benchmark that has parts
+    subject      what is measured, the positional argument; optional where it has a default
+    """
     sources = (
         {API_KEY_VARIABLE: os.environ[API_KEY_VARIABLE]} if API_KEY_VARIABLE in os.environ else {}
     )
-
-    def add_benchmark(
-        name: str, measure: CommandFunction, subject: Option | None, *flags: Option
-    ) -> Parser:
-        text = measure.__doc__
-        subparser: Parser = benches.add_parser(
-            name, help=text, description=text, allow_abbrev=False
+    text = measure.__doc__
+    subparser: Parser = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
+    options = (*flags, JSON)
+    if subject is not None:
+        count = None if subject.default is None else "?"
+        subparser.add_argument(
+            subject.name, metavar=subject.metavar, help=subject.help, nargs=count
         )
-        options = (*flags, JSON)
-        if subject is not None:
-            count = None if subject.default is None else "?"
-            subparser.add_argument(
-                subject.name, metavar=subject.metavar, help=subject.help, nargs=count
-            )
-            subparser.set_defaults(positional=subject.name)
-        add_flags(subparser, options)
-        arguments = options if subject is None else (subject, *options)
-        subparser.set_defaults(
-            run=run_benchmark, measure=measure, options=arguments, sources=sources, parser=subparser
-        )
-        return subparser
+        subparser.set_defaults(positional=subject.name)
+    add_flags(subparser, options)
+    arguments = options if subject is None else (subject, *options)
+    subparser.set_defaults(
+        run=run_benchmark, measure=measure, options=arguments, sources=sources, parser=subparser
+    )
+    return subparser
 
+
+def add_subparsers(parser: Parser) -> None:
+    """Give the parser of `forge bench` a command for each benchmark."""
+    from forge.bench.kv_commands import add_kv_parts
+
+    benches = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    add = partial(add_benchmark, benches)
     text = "exit with 1 if a bound is exceeded"
-    add_benchmark("policy", run_policy, None).add_argument(
-        "--check", action="store_true", help=text
-    )
+    add("policy", run_policy, None).add_argument("--check", action="store_true", help=text)
     text = "show where the time of a step goes; with --cells b1,b64 at these batch sizes"
-    step_parser = add_benchmark("step", run_step, MODEL, CELLS, REPEATS, *BENCH_ENGINE_OPTIONS)
+    step_parser = add("step", run_step, MODEL, CELLS, REPEATS, *BENCH_ENGINE_OPTIONS)
     step_parser.add_argument("--profile", action="store_true", help=text)
-    add_benchmark("ttft", run_ttft, MODEL, CELLS, REPEATS, *BENCH_ENGINE_OPTIONS)
-    add_benchmark("sweep", run_sweep, MODEL, CONCURRENCY, *BENCH_ENGINE_OPTIONS)
-    add_benchmark("serve", run_serve, URL, CONCURRENCY, *HTTP_CLIENT_OPTIONS, *OPEN_LOOP_OPTIONS)
-    add_benchmark("agents", run_agents, URL, *SESSION_OPTIONS, *AGENT_OPTIONS, *HTTP_CLIENT_OPTIONS)
-    add_benchmark(
-        "spec",
-        run_spec,
-        MODEL._replace(default="hash:step_ms=5"),
-        *SPEC_OPTIONS,
-        *BENCH_ENGINE_OPTIONS,
-    )
+    add("ttft", run_ttft, MODEL, CELLS, REPEATS, *BENCH_ENGINE_OPTIONS)
+    add("sweep", run_sweep, MODEL, CONCURRENCY, *BENCH_ENGINE_OPTIONS)
+    add("serve", run_serve, URL, CONCURRENCY, *HTTP_CLIENT_OPTIONS, *OPEN_LOOP_OPTIONS)
+    add("agents", run_agents, URL, *SESSION_OPTIONS, *AGENT_OPTIONS, *HTTP_CLIENT_OPTIONS)
+    model = MODEL._replace(default="hash:step_ms=5")
+    add("spec", run_spec, model, *SPEC_OPTIONS, *BENCH_ENGINE_OPTIONS)
     requests = define_option("requests", int, 32, "number of requests")
     tokens = define_option("tokens", int, 64, "output tokens of each")
-    add_benchmark("pairs", run_pairs, MODEL, requests, tokens, *BENCH_ENGINE_OPTIONS)
-    add_benchmark("soak", run_soak, MODEL, requests._replace(default=10_000), *BENCH_ENGINE_OPTIONS)
+    add("pairs", run_pairs, MODEL, requests, tokens, *BENCH_ENGINE_OPTIONS)
+    add("soak", run_soak, MODEL, requests._replace(default=10_000), *BENCH_ENGINE_OPTIONS)
+    add_kv_parts(benches)

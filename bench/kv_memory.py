@@ -2,7 +2,7 @@
 
 Owns nothing but the measurement. No weights are read: the caches are filled with a model's shape.
 
-    python -m forge.bench.kv_memory [--shapes qwen3-4b,llama-3.1-8b] [--device cuda] [--json FILE]
+    forge bench kv memory [--shapes qwen3-4b,llama-3.1-8b] [--device cuda] [--json FILE]
 
     contiguous      StaticCache of transformers: 512 positions are allocated at the start
     dynamic         DynamicCache: exactly the positions held, copied at every step
@@ -15,7 +15,6 @@ scratch block and the tables on the device count.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +24,8 @@ import transformers
 
 from forge.bench.result_file import create_result, write_json
 from forge.bench.shapes import SHAPES
+from forge.bench.workload import print_result
+from forge.errors import InvalidConfig
 from forge.models.hf.kv_cache_pool import KVCachePool
 from forge.models.hf.transformers_cache import PooledCache
 
@@ -35,6 +36,7 @@ SHARED_LEN = 48
 CONTIGUOUS_LEN = 512
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
+DEVICES = ("cpu", "cuda")
 
 
 class Measurement(NamedTuple):
@@ -137,16 +139,22 @@ def create_config(name: str) -> Any:
     return config
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the record where `--json` names a file."""
-    parser = argparse.ArgumentParser("python -m forge.bench.kv_memory")
-    parser.add_argument("--shapes", default="qwen3-4b,llama-3.1-8b")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--json")
-    chosen = parser.parse_args(arguments)
-    device = torch.device(chosen.device)
+def main(shapes: Sequence[str], device_name: str, json_path: str | None) -> int:
+    """Measure, print and write the record. Raises InvalidConfig.
+
+    shapes        names of SHAPES
+    device_name   cpu or cuda
+    """
+    for name in shapes:
+        if name not in SHAPES:
+            raise InvalidConfig("shapes", f"there is no shape {name!r}", f"Use {', '.join(SHAPES)}")
+    if device_name not in DEVICES:
+        raise InvalidConfig(
+            "device", f"{device_name!r} is not known", f"Use {' or '.join(DEVICES)}"
+        )
+    device = torch.device(device_name)
     figures: dict[str, Any] = {
-        "device": chosen.device,
+        "device": device_name,
         "num_sequences": NUM_SEQUENCES,
         "sequence_len": SEQUENCE_LEN,
         "shared_len": SHARED_LEN,
@@ -155,14 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "dtype": str(DTYPE).removeprefix("torch."),
     }
     with torch.inference_mode():
-        for name in chosen.shapes.split(","):
+        for name in shapes:
             measurements = measure_shape(create_config(name), device)
             figures[name] = [each._asdict() for each in measurements]
             for each in measurements:
                 print(f"{name} {each}", flush=True)
-    if chosen.json:
-        write_json(chosen.json, create_result("kv_memory", figures))
-
-
-if __name__ == "__main__":
-    main()
+    print_result({"benchmark": "kv_memory", **figures})
+    if json_path is not None:
+        write_json(json_path, create_result("kv_memory", figures))
+    return 0

@@ -2,7 +2,7 @@
 
 Owns nothing but the measurement. The moves are those of forge.models.hf.block_moves.
 
-    python -m forge.bench.kv_moves [--shapes qwen3-4b,qwen3-0.6b] [--blocks N] [--json FILE]
+    forge bench kv moves [--shapes qwen3-4b,qwen3-0.6b] [--num-blocks N] [--json FILE]
 
     plain_gb_s      one pinned copy of 1 GiB, in the same run: the link
     NAME_N_gb_s     a plan that moves N blocks, from `begin` until the device is done
@@ -15,10 +15,9 @@ take other paths where a tensor has more than 2^31 numbers. Contents are compare
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from statistics import median
 from typing import Any
@@ -26,6 +25,8 @@ from typing import Any
 import torch
 
 from forge.bench.result_file import create_result, write_json
+from forge.bench.workload import print_result
+from forge.errors import InvalidConfig
 from forge.models.hf.block_moves import BlockMoves
 from forge.models.hf.host_pool import GIB, HostPool, allocate_slabs
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
@@ -171,19 +172,28 @@ def measure(
     return figures
 
 
-def main() -> None:
-    """Measure, print, and write the record."""
-    parser = argparse.ArgumentParser(prog="python -m forge.bench.kv_moves")
-    parser.add_argument("--shapes", default="qwen3-4b,qwen3-0.6b")
-    parser.add_argument("--blocks", type=int, default=4096, help="blocks of the device's pool")
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+def main(shapes: Sequence[str], num_blocks: int, json_path: str | None) -> int:
+    """Measure, print and write the record. Raises InvalidConfig.
+
+    shapes       names of SPECS
+    num_blocks   blocks of the device's pool
+    """
+    for name in shapes:
+        if name not in SPECS:
+            raise InvalidConfig("shapes", f"there is no shape {name!r}", f"Use {', '.join(SPECS)}")
+    least = 2 * max(NUM_MOVED)
+    if num_blocks < 2 * least:
+        raise InvalidConfig(
+            "num_blocks", f"{num_blocks} blocks are too few to move {least}", f"Give {2 * least}"
+        )
+    if not torch.cuda.is_available():
+        raise InvalidConfig("device", "moves need a GPU", "Run this where there is one")
     device = torch.device("cuda", 0)
     plain = measure_plain_copies(device)
     figures: dict[str, Any] = {"plain_gb_s": plain}
     print(f"plain copies: stores {plain['stores']:.1f} GB/s, loads {plain['loads']:.1f}")
-    for name in arguments.shapes.split(","):
-        figures[name] = found = measure(SPECS[name], arguments.blocks, NUM_MOVED, device)
+    for name in shapes:
+        figures[name] = found = measure(SPECS[name], num_blocks, NUM_MOVED, device)
         for each in NUM_MOVED:
             stores, loads, both = (
                 found[f"{kind}_{each}_gb_s"] for kind in ("stores", "loads", "both")
@@ -196,9 +206,7 @@ def main() -> None:
                 flush=True,
             )
         print(f"{name}: {found['different_blocks']} blocks differ after a store and a load")
-    if arguments.json:
-        write_json(arguments.json, create_result("kv_moves", figures))
-
-
-if __name__ == "__main__":
-    main()
+    print_result({"benchmark": "kv_moves", **figures})
+    if json_path is not None:
+        write_json(json_path, create_result("kv_moves", figures))
+    return 0

@@ -97,9 +97,9 @@ def join_results(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     cells: dict[tuple[str, str], dict[str, Any]] = {}
     levels: dict[tuple[str, str, str, int], dict[str, Any]] = {}
     for result in results:
-        engine, shape = result["engine"], result["shape"]
-        if "breakdown" in result or "rate" in result:
+        if not {"breakdown", "rate", "benchmark"}.isdisjoint(result):
             continue  # has a record of its own
+        engine, shape = result["engine"], result["shape"]
         if "path" in result:
             at = (engine, shape, result["path"], result["c"])
             if at in levels:

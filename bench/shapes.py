@@ -108,6 +108,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -119,6 +121,27 @@ def model_folder(model: str, root: str | Path) -> str:
 def has_no_weights(model: str) -> bool:
     """Return True for a folder without weights: an engine has to draw random ones."""
     return Path(model).is_dir() and not any(Path(model).glob("*.safetensors"))
+
+
+def kv_bytes_per_token(model: str) -> int | None:
+    """Return the bytes of a position's keys and values, or None where no config.json says them.
+
+    model   a shape, or the folder of a checkpoint
+    """
+    config = SHAPES.get(model)
+    if config is None:
+        file = Path(model) / "config.json"
+        if not file.is_file():
+            return None
+        config = json.loads(file.read_text())
+    try:
+        num_heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+        values = config["num_hidden_layers"] * config.get("num_key_value_heads", num_heads)
+        dtype = config.get("dtype") or config["torch_dtype"]
+        return int(2 * values * head_dim * DTYPE_BYTES[dtype])
+    except KeyError:
+        return None
 
 
 def write_shape(shape: str, root: str | Path) -> Path:

@@ -69,11 +69,27 @@ class VLLMPeer:
             values["structured_outputs"] = StructuredOutputsParams(**structure)
         return self._params(max_tokens=output, ignore_eos=True, **values)
 
+    def run_outputs(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
+        """Return vLLM's RequestOutput of each prompt. All prompts are sent at once."""
+        entries = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs: list[Any] = self._llm.generate(entries, list(params), use_tqdm=False)
+        return outputs
+
     def generate(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:
         """Return the output ids of each prompt. All prompts are sent at once."""
-        entries = [{"prompt_token_ids": prompt} for prompt in prompts]
-        done = self._llm.generate(entries, list(params), use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in done]
+        return [list(each.outputs[0].token_ids) for each in self.run_outputs(prompts, params)]
+
+    def counter(self, name: str, labels: Mapping[str, str]) -> int | None:
+        """Return the value of a counter with these labels, or None where vLLM has none.
+
+        It needs `disable_log_stats=False`.
+        """
+        values = [
+            each.value
+            for each in self._llm.get_metrics()
+            if each.name == name and labels.items() <= each.labels.items()
+        ]
+        return sum(values) if values else None
 
     def run_batch(self, work: Sequence[tuple[list[int], int]]) -> tuple[float, int]:
         """Run (prompt, output tokens) pairs, sent at once.

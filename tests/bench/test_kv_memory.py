@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from forge.bench import kv_memory  # noqa: E402
+from forge.bench.peers import parse_results  # noqa: E402
+from forge.cli.main import main  # noqa: E402
 from tests.hf.tiny_configs import tiny_config  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -49,6 +51,14 @@ def test_bytes_of_each_kind_are_those_of_its_positions() -> None:
     assert 16 + 4 * 16 / 32 <= shared < 20
     assert measured["contiguous"].ratio == 1.0
     assert measured["dynamic"].sequences_per_gb == pytest.approx(1e9 / (60 * token_bytes), abs=0.01)
+
+
+def test_the_command_measures_each_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kv", "memory", "--shapes", "tiny-qwen3"]) == 0
+    (result,) = parse_results(capsys.readouterr().out.splitlines())
+    assert [each["kind"] for each in result["tiny-qwen3"]] == [
+        *("contiguous", "dynamic", "paged", "paged, shared")
+    ]
 
 
 def test_the_record_has_at_least_7_9_times_more_paged_sequences() -> None:

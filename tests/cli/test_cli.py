@@ -388,6 +388,7 @@ for line in sys.stdin:
 """
 STUBBED = (
     *("policy", "step", "breakdown", "ttft", "sweep", "serve", "agents", "spec", "pairs", "soak"),
+    *("kv_returning", "kv_overhead", "kv_memory", "kv_moves"),
 )
 
 
@@ -454,6 +455,17 @@ def test_bench_hands_its_flags_to_the_benchmark(
         "pairs hash --requests 3 --tokens 5 --seed 7": "pairs hash None 3 5 {'seed': 7} -> 0",
         "soak hash": "soak hash None 10000 {} -> 0",
         "soak hash --requests 3": "soak hash None 3 {} -> 0",
+        "kv returning hash": "kv_returning hash None () () 5 None {} -> 0",
+        "kv returning hash --lengths 64,128 --file-lengths 64 --repeats 7 --kv-host-gib 2": (
+            "kv_returning hash None (64, 128) (64,) 7 None {'kv_host_gib': 2.0} -> 0"
+        ),
+        "kv overhead hash --rounds 2 --block-size 4": (
+            "kv_overhead hash None 2 {'block_size': 4} -> 0"
+        ),
+        "kv memory --shapes a,b": "kv_memory ['a', 'b'] cpu None -> 0",
+        f"kv moves --num-blocks 9 --json {file}": (
+            f"kv_moves ['qwen3-4b', 'qwen3-0.6b'] 9 {file} -> 0"
+        ),
     }
     assert run_stubs(*expected) == list(expected.values())
 
@@ -773,6 +785,9 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("bench policy --json /dev/null/x", "forge bench policy: --json: '/dev/null/x' cannot be "),
         ("bench policy --cells b1", "forge bench policy: there is no option --cells"),
         ("bench step", "forge bench step: the following arguments are required: MODEL. See "),
+        ("bench kv", "forge bench kv: the following arguments are required: PART. See "),
+        ("bench kv memory --shapes a", "forge bench kv memory: --shapes: there is no shape 'a'. "),
+        ("bench kv memory --device tpu", "forge bench kv memory: --device: 'tpu' is not known. "),
         ("bench step nonesuch", "forge bench step: MODEL: 'nonesuch' is not a model this build "),
         ("bench step hash --cells c9", "forge bench step: --cells: there is no cell 'c9'. Use "),
         ("bench step hash --repeats 0", "forge bench step: --repeats: 0 is not a positive integer"),
@@ -1065,13 +1080,18 @@ def test_a_command_takes_the_flags_of_the_page_and_no_others(
 def test_the_page_has_a_row_for_every_benchmark_with_its_flags(forge: ForkedForge) -> None:
     rows = [re.findall(r"`([^`]*)`", row)[:2] for row in parse_tables(PAGE)[3]]
     names = re.findall(r"^    (\w+) ", forge.check_output("bench", "--help"), re.MULTILINE)
-    assert [head.split()[2] for head, _ in rows] == names
+    # A benchmark with parts has a row for each of them.
+    assert list(dict.fromkeys(head.split()[2] for head, _ in rows)) == names
+    parts = re.findall(r"^    (\w+)\s", forge.check_output("bench", "kv", "--help"), re.MULTILINE)
+    assert [head.split()[3] for head, _ in rows if head.startswith("forge bench kv")] == parts
     engine = set(re.findall(r"--[\w-]+", " ".join(map(format_flag, ENGINE_OPTIONS))))
     for head, flags in rows:
-        _, bench, name, *subject = head.split()
-        usage = forge.check_output(bench, name, "--help").partition("\n\n")[0]
+        _, *words = head.split()
+        subject = [word for word in words if not word.islower()]
+        usage = forge.check_output(*words[: len(words) - len(subject)], "--help")
+        usage = usage.partition("\n\n")[0]
         taken = set(re.findall(r"--[\w-]+", usage)) - {"--json"}
         modelled = subject in (["MODEL"], ["[MODEL]"])
         assert set(flags.split()) == taken - (engine if modelled else set())
         assert engine <= taken or not modelled
-        assert usage.split()[-1:] == (subject or ["[--check]"])
+        assert usage.split()[-1:] == subject or (not subject and usage.endswith("]"))

@@ -19,7 +19,7 @@ GB/s. Here a kernel gathers whole blocks of the device in a staging buffer, and 
 moves them between there and the host, 9 MiB at a time for a 4B model. 4 MiB a call reach 96 % of a
 plain copy, and gathering takes a twentieth of the time. A kernel that reads pinned memory needs no
 staging, but takes multiprocessors from the rows for as long as the link is busy. Batched copies of
-the driver would save the launches, which are no longer the limit. `python -m forge.bench.kv_moves`
+the driver would save the launches, which are no longer the limit. `forge bench kv moves`
 measures all of this.
 
 Always true: a staging buffer is used by one stream. What a thread does with a host block begins
