@@ -75,6 +75,13 @@ class StreamedResponse:
         count: int | None = details.get("cached_tokens")
         return count
 
+    @property
+    def num_loaded_tokens(self) -> int:
+        """Prompt tokens of those that came from host memory or files; 0 if none is reported."""
+        details = self.usage.get("prompt_tokens_details") or {}
+        tiers = details.get("cached_tokens_by_tier") or {}
+        return sum(int(tiers.get(tier, 0)) for tier in ("host", "disk"))
+
     def token_ids(self) -> list[int]:
         """Return the token ids of the output, for a request with `return_token_ids`.
 

@@ -137,6 +137,7 @@ class Turn(NamedTuple):
     sent_s              when it was first sent
     first_s, end_s      first and last piece of output
     num_cached_tokens   prompt tokens found in the cache; None where the server does not report them
+    num_loaded_tokens   those of them that came from host memory or files
     """
 
     session: int
@@ -148,6 +149,7 @@ class Turn(NamedTuple):
     num_prompt_tokens: int
     num_tokens: int
     num_cached_tokens: int | None = None
+    num_loaded_tokens: int = 0
 
     @property
     def ttft_ms(self) -> float:
@@ -246,6 +248,7 @@ class SessionClient:
                 len(request.prompt),
                 response.num_tokens,
                 response.num_cached_tokens,
+                response.num_loaded_tokens,
             )
         )
         followers = tuple(
@@ -286,7 +289,7 @@ def session_figures(run: SessionRun) -> dict[str, Any]:
     makespan_s         from the due time of the first turn to the end of the last
     session_mean_s     from the due time of a session's first turn to the end of its last; sessions
                        with an error are left out
-    prompt_tokens, cached_tokens   sums over served turns
+    prompt_tokens, cached_tokens, loaded_tokens   sums over served turns
     late_p99           ms from due to sent. Where it is not small compared with the latencies, they
                        measure the client
     """
@@ -318,6 +321,7 @@ def session_figures(run: SessionRun) -> dict[str, Any]:
         "tok_s": round(num_tokens / makespan_s, 1) if makespan_s else 0.0,
         "prompt_tokens": sum(turn.num_prompt_tokens for turn in run.turns),
         "cached_tokens": sum(cached) if cached else None,
+        "loaded_tokens": sum(turn.num_loaded_tokens for turn in run.turns),
         "jain": round(jain_index(means), 4) if means else None,
     }
 

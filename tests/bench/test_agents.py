@@ -194,7 +194,10 @@ def answer_in_ids(body: Mapping[str, Any]) -> bytes:
     usage = {
         "prompt_tokens": len(body["prompt"]),
         "completion_tokens": count,
-        "prompt_tokens_details": {"cached_tokens": 7},
+        "prompt_tokens_details": {
+            "cached_tokens": 7,
+            "cached_tokens_by_tier": {"device": 4, "host": 2, "disk": 1},
+        },
     }
     choices = [{"index": 0, "text": "", "token_ids": part} for part in (ids[:1], ids[1:])]
     return stream(*({"choices": [each]} for each in choices), {"choices": [], "usage": usage})
@@ -265,6 +268,7 @@ def test_returned_answers_are_in_the_next_prompt() -> None:
         assert after["prompt"][: len(context)] == context
         assert len(after["prompt"]) > len(context)
     assert [turn.num_cached_tokens for turn in run.turns] == [7, 7, 7]
+    assert [turn.num_loaded_tokens for turn in run.turns] == [3, 3, 3]
 
 
 def test_fixed_answers_allow_one_token_and_are_in_the_next_prompt() -> None:
@@ -404,7 +408,7 @@ def test_figures_are_by_turn_by_session_and_of_the_whole_run() -> None:
         Turn(1, 0, due_s=1.0, sent_s=1.0, first_s=4.0, end_s=5.0, num_prompt_tokens=10,
              num_tokens=4, num_cached_tokens=8),
         Turn(0, 1, due_s=6.0, sent_s=6.0, first_s=6.25, end_s=8.0, num_prompt_tokens=20,
-             num_tokens=4, num_cached_tokens=16),
+             num_tokens=4, num_cached_tokens=16, num_loaded_tokens=12),
     ]  # fmt: skip
     assert session_figures(SessionRun(turns, {1: "turn 1: no"}, 2)) == {
         "sessions": 1,
@@ -425,6 +429,7 @@ def test_figures_are_by_turn_by_session_and_of_the_whole_run() -> None:
         "tok_s": 1.7,
         "prompt_tokens": 40,
         "cached_tokens": 24,
+        "loaded_tokens": 12,
         "jain": 1.0,
     }
 
