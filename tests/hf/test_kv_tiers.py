@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest_of(folder: Path, dtype: str = "float32", **fields: Any) -> bytes:
-    opened = open_checkpoint(str(folder), CPU, dtype)
+    opened = open_checkpoint(str(folder), CPU, dtype).summary()
     return kv_layout_digest(
         opened,
         **{

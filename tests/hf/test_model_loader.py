@@ -29,12 +29,14 @@ from forge.models.hf.kv_cache import KVCacheSpec  # noqa: E402
 from forge.models.hf.loading.kernel_selection import refuse_small_gpu  # noqa: E402
 from forge.models.hf.loading.memory import num_device_blocks, num_host_blocks  # noqa: E402
 from forge.models.hf.loading.model_loader import (  # noqa: E402
-    CPU_DEFAULTS,
-    CUDA_DEFAULTS,
     open_model,
-    refuse_dynamic_rope,
     run_concurrently,
     select_decoder,
+)
+from forge.models.hf.loading.model_spec import (  # noqa: E402
+    CPU_DEFAULTS,
+    CUDA_DEFAULTS,
+    refuse_dynamic_rope,
 )
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.models.loader import load_model  # noqa: E402

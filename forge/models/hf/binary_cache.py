@@ -1,9 +1,9 @@
-"""Compiled kernels on disk, so that a start compiles only what no start before it has compiled.
+"""Files of earlier starts, such as compiled kernels: a start need not make them again.
 
-Owns the folder and the form of its files. Knows no compiler.
+Owns the folders and the form of their files. Knows no compiler and no decoder.
 
-    key: source, options, architecture, compiler      SHA-256 ──► name of the file
-    file                                              SHA-256 of the binary, then the binary
+    key: all that the content depends on              SHA-256 ──► name of the file
+    file                                              SHA-256 of the content, then the content
 
 Always true: a file that is not whole is never used, and no file of a folder that another user owns
 or that everyone can write to: its code would run in this process. A folder that cannot be used
@@ -26,11 +26,11 @@ FORM = b"forge binary 1"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def cache_folder() -> Path | None:
-    """Return the folder of compiled kernels: that of the user's caches, or None without a home."""
+def cache_folder(kind: str = "kernels") -> Path | None:
+    """Return the folder for files of a kind in the user's cache folder, or None without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "forge" / "kernels"
+        return (Path(base) if base else Path.home() / ".cache") / "forge" / kind
     except RuntimeError:
         return None
 
@@ -40,18 +40,35 @@ def load_or_build(folder: Path | None, key: Sequence[bytes], build: Callable[[],
 
     key   everything that the binary depends on
     """
-    if folder is None or not _is_usable(folder):
+    if folder is None or not is_usable(folder):
         return build()
-    path = folder / _hash_key(key)
-    binary = _read_binary(path)
+    binary = read_entry(folder, key)
     if binary is None:
         binary = build()
-        with suppress(OSError):
-            _write_binary(path, binary)
+        write_entry(folder, key, binary)
     return binary
 
 
-def _is_usable(folder: Path) -> bool:
+def read_entry(folder: Path, key: Sequence[bytes]) -> bytes | None:
+    """Return the content of this key, or None. The folder must be usable."""
+    return _read_binary(folder / _hash_key(key))
+
+
+def write_entry(folder: Path, key: Sequence[bytes], content: bytes) -> None:
+    """Write the content of this key. Do nothing where it cannot be written."""
+    with suppress(OSError):
+        _write_binary(folder / _hash_key(key), content)
+
+
+def remove_oldest(folder: Path, num_kept: int) -> None:
+    """Remove all files of the folder but those that were written last."""
+    with suppress(OSError):
+        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in files[num_kept:]:
+            path.unlink(missing_ok=True)
+
+
+def is_usable(folder: Path) -> bool:
     """Create the folder where there is none. Return whether only this user and a group can write.
 
     Kubernetes lets the group of a pod write to its volumes (fsGroup).

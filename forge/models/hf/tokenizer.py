@@ -111,10 +111,14 @@ class HFTokenizer:
         return type(self), (self._fast_tokenizer, self._end_ids)
 
     @classmethod
-    def from_folder(cls, folder: Path, end_ids: Sequence[int] = ()) -> Self:
+    def from_folder(
+        cls, folder: Path, end_ids: Sequence[int] = (), class_name: str = "AutoTokenizer"
+    ) -> Self:
         """Return the tokenizer of a folder. Raise InvalidConfig where it cannot be loaded.
 
-        end_ids   end tokens for a tokenizer that names none
+        end_ids      end tokens for a tokenizer that names none
+        class_name   class of transformers that loads it. AutoTokenizer reads which one it is, and
+                     its import takes a second more
         """
         if not any((folder / name).exists() for name in TOKENIZER_FILES):
             raise InvalidConfig(
@@ -122,7 +126,7 @@ class HFTokenizer:
             )
         with silence_transformers():
             try:
-                fast_tokenizer = transformers.AutoTokenizer.from_pretrained(
+                fast_tokenizer = getattr(transformers, class_name).from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
             # Several libraries read its files, and one of them raises bare Exceptions.
@@ -139,6 +143,31 @@ class HFTokenizer:
                 "Save it as one with the `tokenizers` library",
             )
         return cls(fast_tokenizer, end_ids)
+
+    @property
+    def class_name(self) -> str:
+        """Name of the tokenizer's class in transformers."""
+        return type(self._fast_tokenizer).__name__
+
+    def equals_its_class(self, folder: Path) -> bool:
+        """Return whether the tokenizer's class alone loads an equal tokenizer from the folder."""
+        if getattr(transformers, self.class_name, None) is not type(self._fast_tokenizer):
+            return False
+        try:
+            other = type(self).from_folder(folder, self._end_ids, self.class_name)
+        except InvalidConfig:
+            return False
+        return self._description() == other._description()
+
+    def _description(self) -> tuple[Any, ...]:
+        """Return all that texts and ids depend on."""
+        fast = self._fast_tokenizer
+        return (
+            fast.backend_tokenizer.to_str(),
+            fast.special_tokens_map,
+            fast.chat_template,
+            (fast.bos_token_id, fast.eos_token_id, fast.pad_token_id, fast.unk_token_id),
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -87,6 +88,35 @@ class FusedDecoder:
         self._cast_layer = _identity
         self._norm = norm
         self._head = head
+
+    @classmethod
+    def from_tensors(
+        cls,
+        ops: Ops,
+        spec: LayerSpec,
+        eps: float,
+        num_layers: int,
+        tensors: Iterable[torch.Tensor | None],
+    ) -> Self:
+        """Return the decoder that is made of these tensors, in the order of `tensors()`."""
+        rest: Iterator[Any] = iter(tensors)
+        embedding, cos, sin = islice(rest, 3)
+        num_fields = len(LayerWeights._fields)
+        layers = [LayerWeights(*islice(rest, num_fields)) for _ in range(num_layers)]
+        norm, head = rest
+        return cls(ops, spec, eps, embedding, (cos, sin), layers, norm, head)
+
+    def tensors(self) -> Iterator[torch.Tensor | None]:
+        """Yield all tensors: embedding, cos, sin, the weights of each layer, norm, head."""
+        yield from (self._embedding, self.first_rope.cos, self.first_rope.sin)
+        for layer in self._layers:
+            yield from layer
+        yield from (self._norm, self._head)
+
+    @property
+    def eps(self) -> float:
+        """Constant that the norms add to a mean of squares."""
+        return self._eps
 
     def with_dtype(self, ops: Ops, dtype: torch.dtype, vocab_size: int) -> FusedDecoder:
         """Return this decoder with other ops, in `dtype`, over the first `vocab_size` tokens.
@@ -268,14 +298,20 @@ def _stack_weights(
     return weight, bias
 
 
+def qkv_names(attn: Any) -> tuple[str, ...]:
+    """Return the names of the modules whose weights are stacked as QKV."""
+    return ("qkv_proj",) if hasattr(attn, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+
+
+def gate_up_names(mlp: Any) -> tuple[str, ...]:
+    """Return the names of the modules whose weights are stacked as gate and up."""
+    return ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+
+
 def _extract_layer(module: Any) -> LayerWeights:
     """Return a layer's weights, its QKV and its gate and up projections stacked."""
     attn, mlp = module.self_attn, module.mlp
-    if hasattr(attn, "qkv_proj"):
-        qkv, qkv_bias = _stack_weights(attn, ("qkv_proj",))
-    else:
-        qkv, qkv_bias = _stack_weights(attn, ("q_proj", "k_proj", "v_proj"))
-    names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    qkv, qkv_bias = _stack_weights(attn, qkv_names(attn))
     return LayerWeights(
         module.input_layernorm.weight.data,
         qkv,
@@ -285,7 +321,7 @@ def _extract_layer(module: Any) -> LayerWeights:
         attn.o_proj.weight.data,
         None if attn.o_proj.bias is None else attn.o_proj.bias.data,
         module.post_attention_layernorm.weight.data,
-        _stack_weights(mlp, names)[0],
+        _stack_weights(mlp, gate_up_names(mlp))[0],
         mlp.down_proj.weight.data,
     )
 

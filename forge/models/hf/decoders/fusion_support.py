@@ -17,7 +17,6 @@ from dataclasses import fields
 from typing import Any
 
 from torch import nn
-from transformers.activations import ACT2FN
 
 from forge.models.hf.attention.interface import LayerSpec
 
@@ -105,6 +104,9 @@ def has_known_structure(module: Any, spec: LayerSpec) -> bool:
 
 def _has_known_layer_structure(layer: Any, spec: LayerSpec) -> bool:
     """Return whether a layer has exactly the parts that LayerWeights is made of."""
+    # Not with the file's imports: this brings the modelling code, which some starts do not need.
+    from transformers.activations import ACT2FN
+
     if _child_names(layer) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention = _child_names(layer.self_attn) - {"q_norm", "k_norm"}

@@ -28,7 +28,7 @@ import torch
 import transformers
 
 from forge.models.hf.kv_cache import KVCacheSpec
-from forge.models.hf.loading.checkpoint import RANDOM_SEED, RANDOM_STD, Checkpoint
+from forge.models.hf.loading.checkpoint import RANDOM_SEED, RANDOM_STD, CheckpointSummary
 from forge.models.hf.loading.checkpoint_files import weight_files
 
 LAYOUT_VERSION = 1
@@ -43,7 +43,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 
 
 def kv_layout_digest(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointSummary,
     kv_cache_spec: KVCacheSpec,
     block_size: int,
     *,
@@ -65,7 +65,7 @@ def kv_layout_digest(
     )
     parts = (
         f"version {LAYOUT_VERSION}, transformers {transformers.__version__}, {sys.byteorder}",
-        f"{checkpoint.module_class.__name__} in {checkpoint.dtype} by {decoder}",
+        f"{checkpoint.architecture} in {checkpoint.dtype} by {decoder}",
         f"{kv_cache_spec}, {block_size} positions a block",
         digest_files([folder / "config.json"]).hex(),
         digest_files(tokenizer_files).hex(),

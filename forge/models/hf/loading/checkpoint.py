@@ -16,16 +16,13 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-)
 
 from forge.errors import InvalidConfig, one_line
 from forge.models.hf.loading.checkpoint_files import (
@@ -61,6 +58,18 @@ RANDOM_STD = 0.02
 GIB = 2**30
 
 
+class CheckpointSummary(NamedTuple):
+    """Fields of a checkpoint that are still needed when its weights are on a device.
+
+    architecture   name of transformers' class for it
+    """
+
+    folder: Path
+    architecture: str
+    dtype: torch.dtype
+    vocab_size: int
+
+
 class Checkpoint(NamedTuple):
     """Checkpoint of a model that can be loaded.
 
@@ -84,6 +93,12 @@ class Checkpoint(NamedTuple):
     end_ids: tuple[int, ...]
     max_model_len: int | None
     sampling_defaults: dict[str, float]
+
+    def summary(self) -> CheckpointSummary:
+        """Return what is still needed when the weights are loaded."""
+        return CheckpointSummary(
+            self.folder, self.module_class.__name__, self.dtype, self.vocab_size
+        )
 
     def resolve_max_model_len(self, requested: int | None) -> int:
         """Return the longest sequence to serve: `requested`, or every position of the checkpoint.
@@ -215,7 +230,7 @@ def _find_module_class(config: Any, raw: dict[str, Any]) -> Any:
             refuse_model(
                 f"{architecture} is not about text alone ({part})", "Serve a causal language model"
             )
-    module_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    module_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     module_class = module_class[0] if isinstance(module_class, tuple) else module_class
     if module_class is None:
         refuse_model(
@@ -256,7 +271,8 @@ def refuse_unsupported(config: Any, module_class: Any) -> None:
     unsupported = {
         # Even as decoders these count positions differently.
         "the layers of an encoder": (
-            type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
+            type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+            or config.model_type == "bert-generation"
         ),
         "layers that read another model": config.model_type.endswith("_assistant"),
         "layers with a state": getattr(module_class, "_is_stateful", False),
@@ -305,6 +321,12 @@ def _parse_token_ids(value: Any) -> tuple[int, ...]:
     return tuple(item for item in items if type(item) is int)
 
 
+def import_modelling() -> None:
+    """Import transformers' code of models, which takes seconds."""
+    import_module("transformers.models.auto.modeling_auto")
+    import_module("transformers.modeling_utils")
+
+
 def load_module(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -322,7 +344,7 @@ def load_module(
     with silence_transformers():
         module = _build_meta_module(checkpoint, config, attn_implementation)
         size = _weight_bytes(module)
-        _check_memory(size, device)
+        check_memory(size, device)
         if load_format == "dummy":
             module.to_empty(device=device)
             _init_random_weights(module, device)
@@ -362,7 +384,7 @@ def _weight_bytes(module: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
 
 
-def _check_memory(needed_bytes: int, device: torch.device) -> None:
+def check_memory(needed_bytes: int, device: torch.device) -> None:
     """Raise InvalidConfig where the weights alone exceed the device's memory."""
     if device.type == "cuda":
         available_bytes, _ = torch.cuda.mem_get_info(device)

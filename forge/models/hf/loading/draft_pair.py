@@ -20,18 +20,21 @@ from forge.models.gc_control import freeze_gc
 from forge.models.hf.buffers import MAX_IN_FLIGHT
 from forge.models.hf.decoders.module_decoder import register_attention
 from forge.models.hf.decoders.resized_vocab import ResizedVocabDecoder
-from forge.models.hf.loading.checkpoint import Checkpoint, open_checkpoint, select_device
+from forge.models.hf.loading.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+    select_device,
+)
 from forge.models.hf.loading.kernel_selection import compile_missing_modules
 from forge.models.hf.loading.kv_tiers import TierSetup, open_host_memory, pin_host_memory
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_loader import (
-    ModelSpec,
     create_model,
+    import_modelling_code,
     load_decoder,
-    refuse_dynamic_rope,
     refuse_out_of_memory,
-    resolve_model_spec,
 )
+from forge.models.hf.loading.model_spec import ModelSpec, refuse_dynamic_rope, resolve_model_spec
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.loaded_model import LoadedModel
 from forge.start_log import StartLog
@@ -55,18 +58,19 @@ def open_pair(
     tiers       as in `open_model`; the draft's blocks have none
     """
     start = start or StartLog()
-    with start.phase("configuration"):
-        register_attention()
-        device = select_device(options.device)
-        target = resolve_model_spec(name, overrides, options, device)
-        config_fields = target.config_fields
-        checkpoint = open_checkpoint(
-            draft_name, dtype=options.dtype, device=device, load_format=options.load_format
-        )
-        check_pair(target, checkpoint)
-    speculation: Speculation = config_fields.get("speculation") or Speculation()
-    config_fields["speculation"] = speculation
     with ExitStack() as exit_stack:
+        exit_stack.enter_context(import_modelling_code(start))
+        with start.phase("configuration"):
+            register_attention()
+            device = select_device(options.device)
+            target = resolve_model_spec(name, overrides, options, device)
+            config_fields = target.config_fields
+            checkpoint = open_checkpoint(
+                draft_name, dtype=options.dtype, device=device, load_format=options.load_format
+            )
+            check_pair(target, checkpoint)
+        speculation: Speculation = config_fields.get("speculation") or Speculation()
+        config_fields["speculation"] = speculation
         with refuse_out_of_memory(overrides):
             with pin_host_memory(tiers, device) as slabs:
                 loaded = load_decoder(target.checkpoint, config_fields, options, device, start)
@@ -80,7 +84,7 @@ def open_pair(
             if draft_vocab_size != vocab_size:
                 loaded_draft = loaded_draft._replace(
                     decoder=ResizedVocabDecoder(loaded_draft.decoder, draft_vocab_size, vocab_size),
-                    checkpoint=checkpoint._replace(vocab_size=vocab_size),
+                    checkpoint=loaded_draft.checkpoint._replace(vocab_size=vocab_size),
                 )
             if "num_blocks" not in config_fields:
                 with start.phase("memory"):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.decoders.interface import Decoder
 from forge.models.hf.kv_cache import KVCacheSpec
-from forge.models.hf.loading.checkpoint import Checkpoint
+from forge.models.hf.loading.checkpoint import CheckpointSummary
 from forge.models.hf.loading.kernel_selection import PrefillKernels
 
 
@@ -26,7 +26,7 @@ class LoadedDecoder(NamedTuple):
     prefill         kernels of rows with more than one token
     """
 
-    checkpoint: Checkpoint
+    checkpoint: CheckpointSummary
     decoder: Decoder
     layers: list[LayerSpec]
     kv_cache_spec: KVCacheSpec

@@ -3,9 +3,10 @@
 Owns the order of a start and the default geometry of each device. In order:
 
     checkpoint ─► module ─► inspection ─► fused decoder, compared ─► blocks ─► graphs ─► HFModel
-    (refusals)    weights   of layers,    with the modules           that fit
-                  and host  kernels       or compiled modules        and KV tiers
-                  memory
+    (refusals)    weights   of layers,    with the modules      ▲    that fit
+                  and host  kernels       or compiled modules   │    and KV tiers
+                  memory                                        │
+    record of an earlier start ─► fused decoder, of the weights ┘    decoder_record.py
 
 Always true: a model that cannot work is refused as early as possible. Each part is a phase of the
 StartLog.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ from forge.models.capture_sizes import (
     mixed_capture_sizes,
     usable_capture_sizes,
 )
-from forge.models.gc_control import freeze_gc, pause_gc
+from forge.models.gc_control import freeze_gc, freeze_objects, pause_gc
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.block_moves import BlockMoves
@@ -57,16 +59,28 @@ from forge.models.hf.decoders.module_decoder import (
 )
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 from forge.models.hf.loading.checkpoint import (
+    GIB,
     Checkpoint,
+    CheckpointSummary,
+    check_memory,
+    import_modelling,
     load_module,
     mean_layer_weights,
-    open_checkpoint,
     select_device,
+)
+from forge.models.hf.loading.checkpoint_files import DESCRIPTION_PATTERNS, find_checkpoint_folder
+from forge.models.hf.loading.decoder_record import (
+    DecoderRecord,
+    RecordKey,
+    library_versions,
+    may_write_record,
+    read_record,
+    record_key,
+    write_record,
 )
 from forge.models.hf.loading.kernel_selection import (
     compile_missing_modules,
     import_kernel_libraries,
-    refuse_small_gpu,
     select_attention,
     select_kv_cache_spec,
     select_ops,
@@ -81,9 +95,11 @@ from forge.models.hf.loading.kv_tiers import (
 )
 from forge.models.hf.loading.loaded_decoder import LoadedDecoder
 from forge.models.hf.loading.memory import compute_num_blocks
+from forge.models.hf.loading.model_spec import resolve_config_fields, resolve_model_spec
+from forge.models.hf.loading.recorded_decoder import create_record, open_reader, recorded_tensors
 from forge.models.hf.model import HFModel
 from forge.models.hf.ops.interface import Ops
-from forge.models.hf.progress import show_progress
+from forge.models.hf.progress import log_phase, show_progress, silence_transformers
 from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
 from forge.models.hf.runner.model_runner import ModelRunner
 from forge.models.hf.sampling.sampler import Sampler, kernel_compilations
@@ -93,22 +109,10 @@ from forge.start_log import StartLog
 
 log = logging.getLogger(__name__)
 
-CPU_DEFAULTS: Mapping[str, Any] = {
-    "block_size": 16,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 2048,
-    "depth": 1,
-}
-CUDA_DEFAULTS: Mapping[str, Any] = {
-    "block_size": 64,
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 2048,
-    "depth": 2,
-}
-"""Geometry where the caller set none."""
-
 NUM_COMPILE_THREADS = 16
 """Threads that compile kernels at the start."""
+
+OnFused = Callable[[Any, FusedDecoder, list[LayerSpec]], None]
 
 WARMUP_SLOTS = 64
 """Most rows of the batches that kernels are compiled with."""
@@ -279,52 +283,18 @@ def run_concurrently(
             advance(1)
 
 
-class ModelSpec(NamedTuple):
-    """Everything known of a model before its weights are loaded.
-
-    config_fields   fields of EngineConfig, all checked; `num_blocks` may be missing
-    eos_token       preferred end token
-    """
-
-    checkpoint: Checkpoint
-    tokenizer: HFTokenizer
-    config_fields: dict[str, Any]
-    eos_token: int
-
-
-def resolve_model_spec(
-    name: str, overrides: Mapping[str, Any], options: DeviceOptions, device: torch.device
-) -> ModelSpec:
-    """Return the checkpoint, its tokenizer and the geometry.
-
-    Raise InvalidConfig for what cannot work.
-    """
-    checkpoint = open_checkpoint(
-        name, dtype=options.dtype, device=device, load_format=options.load_format
-    )
-    refuse_small_gpu(device, checkpoint.dtype)
-    tokenizer = HFTokenizer.from_folder(checkpoint.folder, checkpoint.end_ids)
-    max_model_len = checkpoint.resolve_max_model_len(overrides.get("max_model_len"))
-    refuse_dynamic_rope(checkpoint.config, max_model_len)
-    config_fields = dict(CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS)
-    config_fields |= {**overrides, "max_model_len": max_model_len}
-    config_fields["max_num_batched_tokens"] = _resolve_max_batched_tokens(overrides, config_fields)
-    eos_token, *end_ids = checkpoint.end_ids or (tokenizer.eos_token,)
-    config_fields["end_ids"] = tuple(end_ids)
-    config_fields["cache_namespace"] = f"{checkpoint.folder} {checkpoint.dtype}"
-    # Invalid fields are refused before loading.
-    EngineConfig(**{"num_blocks": 1, **config_fields})
-    return ModelSpec(checkpoint, tokenizer, config_fields, eos_token)
-
-
 def load_decoder(
     checkpoint: Checkpoint,
     config_fields: Mapping[str, Any],
     options: DeviceOptions,
     device: torch.device,
     start: StartLog,
+    on_fused: OnFused = lambda module, fused, layers: None,
 ) -> LoadedDecoder:
-    """Load the checkpoint's weights onto the device and compile kernels for them."""
+    """Load the checkpoint's weights onto the device and compile kernels for them.
+
+    on_fused   called with the module, its fused decoder that was compared, and the layers
+    """
     dtype, max_model_len = checkpoint.dtype, config_fields["max_model_len"]
     with start.phase("weights"), ThreadPoolExecutor(1) as executor:
         # Threads wait for the disk, so the import takes little longer than alone.
@@ -359,13 +329,160 @@ def load_decoder(
 
                 ops = select_ops(device, dtype)
                 decoder, layers = select_decoder(module, ops, max_model_len, warm_up)
+            if isinstance(decoder, FusedDecoder):
+                with start.phase("record"):
+                    on_fused(module, decoder, layers)
     kv_cache_spec = select_kv_cache_spec(layers, dtype, device)
     # A module that reads from the device cannot be captured; transformers marks those that do not.
     supports_capture = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
     use_graphs = supports_capture and not options.enforce_eager
     return LoadedDecoder(
-        checkpoint, decoder, layers, kv_cache_spec, layer_weights, use_graphs, prefill
+        checkpoint.summary(), decoder, layers, kv_cache_spec, layer_weights, use_graphs, prefill
     )
+
+
+def load_recorded_decoder(
+    record: DecoderRecord,
+    folder: Path,
+    config_fields: Mapping[str, Any],
+    options: DeviceOptions,
+    device: torch.device,
+    start: StartLog,
+) -> LoadedDecoder:
+    """Load the weights of a recorded decoder onto the device and compile kernels for them."""
+    dtype, layers = record.torch_dtype, record.layers
+    with torch.inference_mode():
+        with start.phase("weights"), ThreadPoolExecutor(1) as executor:
+            libraries = executor.submit(import_kernel_libraries, device, dtype)
+            check_memory(record.weight_bytes, device)
+            with (
+                log_phase(f"loading weights: {record.weight_bytes / GIB:.1f} GiB"),
+                open_reader(record, folder, options.load_format, device) as reader,
+            ):
+                tensors = list(recorded_tensors(record, reader, device))
+            with start.phase("kernel libraries"):
+                libraries.result()
+        kv_cache_spec = select_kv_cache_spec(layers, dtype, device)
+        with start.phase("choice of kernels"):
+            prefill = select_prefill(layers, kv_cache_spec, device)
+            ops = select_ops(device, dtype)
+        decoder = FusedDecoder.from_tensors(ops, layers[0], record.eps, len(layers), tensors)
+        with start.phase("kernels"):
+            block_size = config_fields["block_size"]
+            compile_kernels(decoder, layers, block_size, record.vocab_size, prefill.wrappers)
+    summary = CheckpointSummary(folder, record.architecture, dtype, record.vocab_size)
+    return LoadedDecoder(
+        summary,
+        decoder,
+        layers,
+        kv_cache_spec,
+        record.layer_weights,
+        not options.enforce_eager,
+        prefill,
+    )
+
+
+class Opening(NamedTuple):
+    """A model that is known and not loaded yet.
+
+    config_fields   fields of EngineConfig, all checked; `num_blocks` may be missing
+    load            loads the weights
+    """
+
+    tokenizer: HFTokenizer
+    config_fields: dict[str, Any]
+    eos_token: int
+    load: Callable[[], LoadedDecoder]
+
+
+def open_recorded(
+    record: DecoderRecord,
+    folder: Path,
+    overrides: Mapping[str, Any],
+    options: DeviceOptions,
+    device: torch.device,
+    start: StartLog,
+) -> Opening:
+    """Return a model that an earlier start has recorded. Raise InvalidConfig for a geometry."""
+    tokenizer = HFTokenizer.from_folder(folder, record.end_ids, record.tokenizer_class)
+    eos_token, *end_ids = record.end_ids or (tokenizer.eos_token,)
+    config_fields = resolve_config_fields(
+        overrides, device, folder, record.torch_dtype, record.max_model_len, end_ids
+    )
+    load = partial(load_recorded_decoder, record, folder, config_fields, options, device, start)
+    return Opening(tokenizer, config_fields, eos_token, load)
+
+
+def open_inspected(
+    name: str,
+    overrides: Mapping[str, Any],
+    options: DeviceOptions,
+    device: torch.device,
+    start: StartLog,
+    key: RecordKey | None,
+) -> Opening:
+    """Return a model that transformers describes. Raise InvalidConfig for what cannot work.
+
+    key   key under which a record is written once the weights are loaded; None: none is written
+    """
+    register_attention()
+    checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
+        name, overrides, options, device
+    )
+
+    def write(module: Any, fused: FusedDecoder, layers: list[LayerSpec]) -> None:
+        if key is None or not may_write_record(key):
+            return
+        record = None
+        if tokenizer.equals_its_class(checkpoint.folder):
+            record = create_record(
+                module,
+                fused,
+                layers,
+                checkpoint.folder,
+                options.load_format,
+                end_ids=checkpoint.end_ids,
+                vocab_size=checkpoint.vocab_size,
+                tokenizer_class=tokenizer.class_name,
+            )
+        write_record(key, record)
+
+    load = partial(load_decoder, checkpoint, config_fields, options, device, start, write)
+    return Opening(tokenizer, config_fields, eos_token, load)
+
+
+def find_record(
+    name: str, overrides: Mapping[str, Any], options: DeviceOptions, device: torch.device
+) -> tuple[Path, RecordKey | None, DecoderRecord | None]:
+    """Return the checkpoint's folder, the key of its record, and the record.
+
+    The key is None where no record can be used: compiled modules, or files that cannot be read.
+    """
+    with silence_transformers():
+        folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
+    if options.torch_compile:
+        return folder, None, None
+    try:
+        key = record_key(
+            folder,
+            device,
+            dtype=options.dtype,
+            load_format=options.load_format,
+            max_model_len=overrides.get("max_model_len"),
+            versions=library_versions(),
+        )
+    except OSError:
+        return folder, None, None
+    return folder, key, read_record(key)
+
+
+@contextmanager
+def import_modelling_code(start: StartLog) -> Iterator[None]:
+    """Import transformers' code of models, and freeze its objects until the context ends."""
+    with start.phase("imports"), pause_gc():
+        import_modelling()
+    with freeze_objects():
+        yield
 
 
 @contextmanager
@@ -396,16 +513,19 @@ def open_model(
     tiers       KV tiers; None: the `host_tier` of the overrides, without files
     """
     start = start or StartLog()
-    with start.phase("configuration"):
-        register_attention()
-        device = select_device(options.device)
-        checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
-            name, overrides, options, device
-        )
     with ExitStack() as exit_stack:
+        with start.phase("configuration"):
+            device = select_device(options.device)
+            folder, key, record = find_record(name, overrides, options, device)
+            if record is None:
+                exit_stack.enter_context(import_modelling_code(start))
+                opening = open_inspected(name, overrides, options, device, start, key)
+            else:
+                opening = open_recorded(record, folder, overrides, options, device, start)
+        tokenizer, config_fields, eos_token, load = opening
         with refuse_out_of_memory(overrides):
             with pin_host_memory(tiers, device) as slabs:
-                loaded = load_decoder(checkpoint, config_fields, options, device, start)
+                loaded = load()
                 with start.phase("KV tiers"):
                     opened = open_host_memory(
                         tiers, slabs, loaded, config_fields, options.load_format, device
@@ -460,34 +580,3 @@ def create_model(
         wrappers=loaded.prefill.wrappers,
         host_memory=host_memory,
     )
-
-
-def _resolve_max_batched_tokens(
-    overrides: Mapping[str, Any], config_fields: Mapping[str, Any]
-) -> Any:
-    """Return the caller's max_num_batched_tokens, or the default, at least two for each row.
-
-    With one, the decodes of a full batch would leave no tokens to prompts and drafts.
-    """
-    if "max_num_batched_tokens" in overrides:
-        return overrides["max_num_batched_tokens"]
-    return max(config_fields["max_num_batched_tokens"], 2 * config_fields["max_num_seqs"])
-
-
-def refuse_dynamic_rope(config: Any, max_model_len: int) -> None:
-    """Raise InvalidConfig where a position's rotation would depend on the rest of its batch."""
-    text_config = config.get_text_config()
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in per_layer_type or [parameters]:
-        original_max_positions = rope.get("original_max_position_embeddings") or getattr(
-            text_config, "original_max_position_embeddings", None
-        )
-        if rope.get("rope_type") in ("dynamic", "longrope") and original_max_positions:
-            if max_model_len > original_max_positions:
-                raise InvalidConfig(
-                    "max_model_len",
-                    f"beyond {original_max_positions} positions {rope['rope_type']} RoPE depends "
-                    "on the longest sequence of the batch",
-                    f"Give at most {original_max_positions}",
-                )
