@@ -38,13 +38,18 @@ from forge.models.hf.binary_cache import (
 )
 from forge.models.hf.loading.checkpoint_files import DESCRIPTION_PATTERNS, WEIGHT_PATTERNS
 
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+
 MAX_RECORDS = 64
 """Most records that are kept. One has some ten thousand bytes."""
 
 SOURCES = Path(__file__).parents[1]
 """Folder of forge.models.hf: decoders, kernels, and this file."""
 
-LIBRARIES = ("numpy", "safetensors", "tokenizers", "torch", "transformers", "triton")
+LIBRARIES = (
+    *("cuda-bindings", "numpy", "nvidia-cuda-nvrtc", "safetensors", "tokenizers", "torch"),
+    *("transformers", "triton"),
+)
 """Distributions whose versions are in the key."""
 
 RecordKey = tuple[bytes, ...]
@@ -207,7 +212,8 @@ def _describe_device(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     major, minor = torch.cuda.get_device_capability(device)
-    return f"cuda {torch.cuda.get_device_name(device)} {major}.{minor}"
+    driver = DRIVER_VERSION.read_text() if DRIVER_VERSION.exists() else "unknown"
+    return f"cuda {torch.cuda.get_device_name(device)} {major}.{minor} {driver}"
 
 
 def _digest_sources(folder: Path) -> Iterator[bytes]:
