@@ -59,7 +59,6 @@ from forge.models.hf.decoders.module_decoder import (
 )
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 from forge.models.hf.loading.checkpoint import (
-    GIB,
     Checkpoint,
     CheckpointSummary,
     check_memory,
@@ -96,7 +95,12 @@ from forge.models.hf.loading.kv_tiers import (
 from forge.models.hf.loading.loaded_decoder import LoadedDecoder
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_spec import resolve_config_fields, resolve_model_spec
-from forge.models.hf.loading.recorded_decoder import create_record, open_reader, recorded_tensors
+from forge.models.hf.loading.recorded_decoder import (
+    create_record,
+    open_reader,
+    reading_phase,
+    recorded_tensors,
+)
 from forge.models.hf.model import HFModel
 from forge.models.hf.ops.interface import Ops
 from forge.models.hf.progress import log_phase, show_progress, silence_transformers
@@ -356,7 +360,7 @@ def load_recorded_decoder(
             libraries = executor.submit(import_kernel_libraries, device, dtype)
             check_memory(record.weight_bytes, device)
             with (
-                log_phase(f"loading weights: {record.weight_bytes / GIB:.1f} GiB"),
+                log_phase(reading_phase(record, options.load_format)),
                 open_reader(record, folder, options.load_format, device) as reader,
             ):
                 tensors = list(recorded_tensors(record, reader, device))

@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.decoders.fused_decoder import FusedDecoder, gate_up_names, qkv_names
-from forge.models.hf.loading.checkpoint import RANDOM_SEED, RANDOM_STD, mean_layer_weights
+from forge.models.hf.loading.checkpoint import GIB, RANDOM_SEED, RANDOM_STD, mean_layer_weights
 from forge.models.hf.loading.checkpoint_files import weight_files
 from forge.models.hf.loading.decoder_record import DecoderRecord, find_sources
 
@@ -88,6 +88,13 @@ def _stack(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     if len(tensors) < 2:
         return tensors[0] if tensors else None
     return torch.cat(tensors)
+
+
+def reading_phase(record: DecoderRecord, load_format: str) -> str:
+    """Return the words of the log for reading the record's weights."""
+    if load_format == "dummy":
+        return f"initializing weights: {len(record.shapes)}"
+    return f"loading weights: {record.weight_bytes / GIB:.1f} GiB"
 
 
 @contextmanager
