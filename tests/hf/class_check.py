@@ -40,7 +40,8 @@ from forge.errors import InvalidConfig
 from forge.models.hf.decoders.fused_decoder import FusedDecoder
 from forge.models.hf.decoders.module_decoder import ModuleDecoder, register_attention
 from forge.models.hf.loading.checkpoint import open_checkpoint
-from forge.models.hf.loading.model_loader import create_model, load_decoder
+from forge.models.hf.loading.decoder_loader import load_decoder
+from forge.models.hf.loading.model_loader import create_model
 from forge.models.hf.loading.model_spec import ModelSpec, resolve_model_spec
 from forge.request import Request, SamplingParams
 from forge.start_log import StartLog

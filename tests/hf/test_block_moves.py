@@ -28,9 +28,10 @@ from forge.models.hf.block_moves import BlockMoves  # noqa: E402
 from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
 from forge.models.hf.host_pool import HostPool, allocate_slabs  # noqa: E402
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
+from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
 from forge.models.hf.loading.kv_tiers import NO_HOST_MEMORY, HostMemory  # noqa: E402
-from forge.models.hf.loading.model_loader import assemble_model, select_decoder  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.models.model_wrapper import ModelWrapper  # noqa: E402

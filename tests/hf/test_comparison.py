@@ -19,7 +19,7 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     ModuleDecoder,
     register_attention,
 )
-from forge.models.hf.loading.model_loader import select_decoder  # noqa: E402
+from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from tests.hf.families import CONFIGS, SMALL, create_module, create_module_from_config  # noqa: E402
 

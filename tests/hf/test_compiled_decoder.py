@@ -34,8 +34,9 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     ModuleDecoder,
     register_attention,
 )
+from forge.models.hf.loading.decoder_loader import build_compiled_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
-from forge.models.hf.loading.model_loader import assemble_model, build_compiled_decoder  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.request import Request, SamplingParams  # noqa: E402
 from tests.hf.families import SMALL, create_module, generate_greedy  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402

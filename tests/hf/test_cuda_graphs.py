@@ -37,8 +37,9 @@ from forge.models.hf.attention.graph_attention import (  # noqa: E402
 )
 from forge.models.hf.attention.interface import AttentionMetadata, RowSpan  # noqa: E402
 from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
+from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec, select_ops  # noqa: E402
-from forge.models.hf.loading.model_loader import assemble_model, select_decoder  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.runner.cuda_graphs import MixedGraphs  # noqa: E402
 from forge.models.hf.runner.input_batch import InputBatch, build_input_batch  # noqa: E402

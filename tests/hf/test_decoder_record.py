@@ -24,6 +24,7 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
 )
 from forge.models.hf.loading import decoder_record  # noqa: E402
 from forge.models.hf.loading.checkpoint import load_module, open_checkpoint  # noqa: E402
+from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
 from forge.models.hf.loading.decoder_record import (  # noqa: E402
     DecoderRecord,
     RecordKey,
@@ -35,7 +36,6 @@ from forge.models.hf.loading.decoder_record import (  # noqa: E402
     record_key,
     write_record,
 )
-from forge.models.hf.loading.model_loader import select_decoder  # noqa: E402
 from forge.models.hf.loading.recorded_decoder import (  # noqa: E402
     create_record,
     open_reader,

@@ -34,12 +34,13 @@ from forge.models.hf.buffers import MAX_IN_FLIGHT  # noqa: E402
 from forge.models.hf.decoders.interface import ForwardContext  # noqa: E402
 from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
 from forge.models.hf.kv_cache import KVCache  # noqa: E402
+from forge.models.hf.loading.decoder_loader import compile_kernels, select_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import (  # noqa: E402
     select_attention,
     select_kv_cache_spec,
     select_ops,
 )
-from forge.models.hf.loading.model_loader import assemble_model, compile_kernels, select_decoder  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.request import Delta, FinishReason, Request, SamplingParams  # noqa: E402
 from forge.sampling import sample_token  # noqa: E402

@@ -17,8 +17,9 @@ from forge.config import EngineConfig  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
+from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
-from forge.models.hf.loading.model_loader import assemble_model, select_decoder  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.request import Delta, Request, SamplingParams  # noqa: E402

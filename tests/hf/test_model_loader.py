@@ -26,13 +26,10 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     register_attention,
 )
 from forge.models.hf.kv_cache import KVCacheSpec  # noqa: E402
+from forge.models.hf.loading.decoder_loader import run_concurrently, select_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import refuse_small_gpu  # noqa: E402
 from forge.models.hf.loading.memory import num_device_blocks, num_host_blocks  # noqa: E402
-from forge.models.hf.loading.model_loader import (  # noqa: E402
-    open_model,
-    run_concurrently,
-    select_decoder,
-)
+from forge.models.hf.loading.model_loader import open_model  # noqa: E402
 from forge.models.hf.loading.model_spec import (  # noqa: E402
     CPU_DEFAULTS,
     CUDA_DEFAULTS,

@@ -33,7 +33,7 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     window_mask,
 )
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
-from forge.models.hf.loading.model_loader import select_decoder  # noqa: E402
+from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from tests.hf.families import CONFIGS, FAMILIES, SMALL, create_module, create_module_from_config  # noqa: E402
 

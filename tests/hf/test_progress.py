@@ -19,7 +19,8 @@ hf = pytest.importorskip("transformers")
 from transformers.utils import logging as hf_logging  # noqa: E402
 
 from forge.config import DeviceOptions  # noqa: E402
-from forge.models.hf.loading.model_loader import open_model, run_concurrently  # noqa: E402
+from forge.models.hf.loading.decoder_loader import run_concurrently  # noqa: E402
+from forge.models.hf.loading.model_loader import open_model  # noqa: E402
 from forge.models.hf.progress import show_progress  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
 

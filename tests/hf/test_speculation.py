@@ -28,9 +28,10 @@ from forge.models.hf.attention.interface import LayerSpec  # noqa: E402
 from forge.models.hf.decoders.interface import ALL_TOKENS  # noqa: E402
 from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
 from forge.models.hf.decoders.resized_vocab import ResizedVocabDecoder  # noqa: E402
+from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
 from forge.models.hf.loading.draft_pair import open_pair  # noqa: E402
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
-from forge.models.hf.loading.model_loader import assemble_model, select_decoder  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.models.logits import LogitsModel  # noqa: E402

@@ -25,13 +25,13 @@ from forge.models.hf.loading.checkpoint import (
     open_checkpoint,
     select_device,
 )
+from forge.models.hf.loading.decoder_loader import load_decoder
 from forge.models.hf.loading.kernel_selection import compile_missing_modules
 from forge.models.hf.loading.kv_tiers import TierSetup, open_host_memory, pin_host_memory
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_loader import (
     create_model,
     import_modelling_code,
-    load_decoder,
     refuse_out_of_memory,
 )
 from forge.models.hf.loading.model_spec import ModelSpec, refuse_dynamic_rope, resolve_model_spec

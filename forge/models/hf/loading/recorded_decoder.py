@@ -13,7 +13,7 @@ to the tensor of the decoder that it was made from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +27,7 @@ from forge.models.hf.decoders.fused_decoder import FusedDecoder, gate_up_names, 
 from forge.models.hf.loading.checkpoint import GIB, RANDOM_SEED, RANDOM_STD, mean_layer_weights
 from forge.models.hf.loading.checkpoint_files import weight_files
 from forge.models.hf.loading.decoder_record import DecoderRecord, find_sources
+from forge.models.hf.progress import log_phase, show_progress
 
 NUM_READ_THREADS = 8
 """Threads that copy the weights of one layer to the device."""
@@ -90,11 +91,18 @@ def _stack(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     return torch.cat(tensors)
 
 
-def reading_phase(record: DecoderRecord, load_format: str) -> str:
-    """Return the words of the log for reading the record's weights."""
+@contextmanager
+def show_reading(record: DecoderRecord, load_format: str) -> Iterator[Callable[[int], object]]:
+    """Show the reading of weights as a start without a record does.
+
+    Yield a function that takes the number of parameters read since its last call.
+    """
     if load_format == "dummy":
-        return f"initializing weights: {len(record.shapes)}"
-    return f"loading weights: {record.weight_bytes / GIB:.1f} GiB"
+        with show_progress("initializing weights", len(record.shapes)) as advance:
+            yield advance
+    else:
+        with log_phase(f"loading weights: {record.weight_bytes / GIB:.1f} GiB"):
+            yield lambda count: None
 
 
 @contextmanager
