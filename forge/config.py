@@ -137,16 +137,30 @@ class Speculation:
 class LoadCosts(NamedTuple):
     """Times by which an idle engine loads a prefix from the host pool or computes it.
 
-    Nanoseconds, as integers: a replay decides the same.
+    Integers, so a replay decides the same. They are of an engine that runs nothing else.
 
-    load_ns         of a load, whatever its size
+    load_ns         nanoseconds of a load, whatever its size
     load_block_ns   of each block loaded
-    token_ns        of computing one prompt token while nothing else runs
+    token_ns        of computing one prompt token, without its attention
+    pair_ps         picoseconds of each query-key pair: a token has one with each token up to itself
     """
 
     load_ns: int
     load_block_ns: int
     token_ns: int
+    pair_ps: int = 0
+
+    def transfer_ns(self, num_blocks: int, fetch_block_ns: int = 0) -> int:
+        """Return the time of loading blocks from the host pool.
+
+        fetch_block_ns   of reading the file of a block into the host pool first
+        """
+        return self.load_ns + num_blocks * (self.load_block_ns + fetch_block_ns)
+
+    def prefill_ns(self, start: int, end: int) -> int:
+        """Return the time of computing positions [start, end)."""
+        num_pairs = (end * (end + 1) - start * (start + 1)) // 2
+        return (end - start) * self.token_ns + num_pairs * self.pair_ps // 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +171,7 @@ class DiskTier:
     max_moves        most files that are written and read at a time; half of them, rounded up, are
                      written at most
     max_wait_plans   plans after which files that are written or read are given up
-    fetch_block_ns   nanoseconds of reading a file, where LoadCosts are given
+    fetch_block_ns   nanoseconds of reading a file while others are read, where LoadCosts are given
     """
 
     max_files: int

@@ -103,9 +103,12 @@ class DiskCache:
         """True while a fetch is requested or in flight."""
         return bool(self._fetching)
 
-    def request_fetches(self, seq_id: int, hashes: Sequence[BlockHash], *, is_idle: bool) -> bool:
+    def request_fetches(
+        self, seq_id: int, first: int, hashes: Sequence[BlockHash], *, is_idle: bool
+    ) -> bool:
         """Request the fetches that a waiting sequence lacks, and return whether it waits for files.
 
+        first     index in the sequence of the first of these blocks
         hashes    of the blocks that follow those it finds on the device and in the host pool
         is_idle   no other sequence runs. Otherwise a fetch takes no time from the device
         """
@@ -124,7 +127,7 @@ class DiskCache:
                 break
             run.append(block_hash)
         if not run or not self._host_cache.is_load_worthwhile(
-            len(run), is_idle=is_idle, fetch_block_ns=self._tier.fetch_block_ns
+            first, len(run), is_idle=is_idle, fetch_block_ns=self._tier.fetch_block_ns
         ):
             return False
         for block_hash in run:

@@ -93,10 +93,11 @@ class HostCache:
         return blocks_of_prefix(self._block_by_hash, hashes)
 
     def is_load_worthwhile(
-        self, num_blocks: int, *, is_idle: bool, fetch_block_ns: int = 0
+        self, first: int, num_blocks: int, *, is_idle: bool, fetch_block_ns: int = 0
     ) -> bool:
         """Return whether so many blocks are loaded instead of computed.
 
+        first            index of the first one in its sequence: later ones have more to read
         is_idle          no other sequence runs. Otherwise a load takes no time from the device
         fetch_block_ns   nanoseconds of reading a block into the host pool first
         """
@@ -106,8 +107,9 @@ class HostCache:
         costs: LoadCosts | None = tier.costs
         if costs is None or not is_idle:
             return True
-        load_ns = costs.load_ns + num_blocks * (costs.load_block_ns + fetch_block_ns)
-        return load_ns < num_blocks * self._pool.block_size * costs.token_ns
+        size = self._pool.block_size
+        prefill_ns = costs.prefill_ns(first * size, (first + num_blocks) * size)
+        return costs.transfer_ns(num_blocks, fetch_block_ns) < prefill_ns
 
     def begin_load(self, seq_id: int, host_blocks: Iterable[int]) -> None:
         """Pin these host blocks, to be loaded in this order after the sequence's first blocks."""
@@ -232,6 +234,21 @@ class HostCache:
             self.end_reservation(host_block, pending.block_hash, is_good=True)
             self.num_stored_blocks += 1
 
+    def void_loads(self, host_blocks: Iterable[int]) -> None:
+        """Free the host blocks that void plans were to load: one may be why a step has failed.
+
+        Call it after `void_stores`. Nothing may be pinned.
+        """
+        for host_block in dict.fromkeys(host_blocks):
+            block_hash = self._hash_by_block.get(host_block)
+            if block_hash is None:
+                continue  # its sequence has ended, and a store that is void has taken it since
+            assert host_block not in self._pins, f"host block {host_block} is pinned"
+            self._remove(host_block)
+            self._unpinned_blocks.pop(host_block, None)
+            self._redundant_blocks.pop(host_block, None)
+            self._free(host_block, block_hash)
+
     def void_stores(self) -> None:
         """Drop the stores in flight: their plans are void. Their blocks are dirty again."""
         for host_block, pending in self._storing.items():
@@ -269,9 +286,7 @@ class HostCache:
             if self._tier.disk is not None:
                 self.unspilled_blocks[host_block] = block_hash
         else:
-            self._free_blocks.append(host_block)
-            if block_hash in self._reused_hashes:
-                self._pool.mark_dirty(block_hash)
+            self._free(host_block, block_hash)
 
     def pin(self, host_block: int) -> None:
         """Keep the content of a held block until as many calls of `unpin`."""
@@ -343,9 +358,20 @@ class HostCache:
         return host_block
 
     def _forget(self, host_block: int) -> None:
+        """Let a held host block go to a store."""
+        self._remove(host_block)
+        self.num_evictions += 1
+
+    def _remove(self, host_block: int) -> None:
+        """Let `lookup` not find the content of a held host block any more."""
         del self._block_by_hash[self._hash_by_block.pop(host_block)]
         self.unspilled_blocks.pop(host_block, None)
-        self.num_evictions += 1
+
+    def _free(self, host_block: int, block_hash: BlockHash) -> None:
+        """Free a host block without content of this hash: the device's block is dirty again."""
+        self._free_blocks.append(host_block)
+        if block_hash in self._reused_hashes:
+            self._pool.mark_dirty(block_hash)
 
     def _unpin(self, host_block: int, unpinned_blocks: OrderedDict[int, None]) -> None:
         """Drop one pin. Without pins the host block is in the list `unpinned_blocks`."""

@@ -52,11 +52,15 @@ class PrefixCache:
         num_shareable = self.num_shareable_blocks(sequence)
         return self._host_cache.lookup(sequence.hashes[1 + num_cached : 1 + num_shareable])
 
-    def missing_hashes(self, sequence: Sequence) -> list[BlockHash]:
-        """Return the hashes of shareable blocks after those on the device and in the host pool."""
+    def missing_blocks(self, sequence: Sequence) -> tuple[int, list[BlockHash]]:
+        """Return the shareable blocks after those on the device and in the host pool.
+
+        They are the index of the first one, and the hashes of all.
+        """
         num_found = len(self.cached_blocks(sequence))
         num_found += len(self.host_blocks(sequence, num_found))
-        return sequence.hashes[1 + num_found : 1 + self.num_shareable_blocks(sequence)]
+        hashes = sequence.hashes[1 + num_found : 1 + self.num_shareable_blocks(sequence)]
+        return num_found, hashes
 
     def next_block_in_progress(self, sequence: Sequence) -> bool:
         """Return whether another sequence computes or loads the block after the cached ones."""

@@ -489,10 +489,10 @@ class Scheduler:
             return True
         if self.prefix_cache.next_block_in_progress(sequence):
             return True
-        if not self._has_host_tier or self.disk_cache.is_empty:
+        if not self._has_host_tier or self.disk_cache.is_empty or sequence.was_retried:
             return False
-        hashes = self.prefix_cache.missing_hashes(sequence)
-        return self.disk_cache.request_fetches(sequence.id, hashes, is_idle=not self.running)
+        first, hashes = self.prefix_cache.missing_blocks(sequence)
+        return self.disk_cache.request_fetches(sequence.id, first, hashes, is_idle=not self.running)
 
     def _try_start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """Let the sequence run with a slot and blocks, or return False where too few are free.
@@ -569,13 +569,15 @@ class Scheduler:
     def _begin_load(self, sequence: Sequence, num_cached: int) -> int:
         """Load the host blocks that follow the sequence's cached blocks, and return their number.
 
-        0 where it is not worthwhile.
+        0 where it is not worthwhile, and after a failed step: a load may have been why.
         """
         host_cache = self.host_cache
         host_cache.touch(sequence.hashes[1 : 1 + num_cached])
+        if sequence.was_retried:
+            return 0
         host_blocks = self.prefix_cache.host_blocks(sequence, num_cached)
         if not host_blocks or not host_cache.is_load_worthwhile(
-            len(host_blocks), is_idle=not self.running
+            num_cached, len(host_blocks), is_idle=not self.running
         ):
             return 0
         host_cache.begin_load(sequence.id, host_blocks)
@@ -959,9 +961,10 @@ class Scheduler:
         """Drop every plan in flight and preempt what runs; return the deltas of sequences that end.
 
         Call it when a step has failed as a whole. A sequence is retried once: it waits and is
-        computed again, as after any preemption. At the second void it ends with an error, so a
-        model that always fails ends every request.
+        computed again, without loads. At the second void it ends with an error, so a model that
+        always fails ends every request. The host blocks that these plans load are forgotten.
         """
+        loaded = [load.host_block for plan in self.ledger for load in plan.loads]
         self.ledger.clear()
         self.host_cache.void_stores()
         self.disk_cache.drop()
@@ -974,6 +977,7 @@ class Scheduler:
             else:
                 sequence.was_retried = True
                 self._preempt(sequence, why)
+        self.host_cache.void_loads(loaded)
         return deltas
 
     def resize(self, num_blocks: int) -> None:

@@ -31,7 +31,7 @@ def draw_host_world(seed: int) -> RandomWorld:
         min_clean_percent=rng.choice((12, 50, 100, 100)),
         min_touches=rng.choice((1, 1, 2)),
         min_loaded_blocks=rng.choice((1, 1, 1, 3)),
-        costs=rng.choice((None, None, LoadCosts(3, 2, 1))),
+        costs=rng.choice((None, None, LoadCosts(3, 2, 1, 150))),
         disk=rng.choice((None, DISK, replace(DISK, max_moves=2, fetch_block_ns=1))),
     )
     config = EngineConfig(

@@ -29,7 +29,7 @@ from forge.recording import RecordingWriter, build_header, plan_digest
 from forge.request import CachedTokens, Request, SamplingParams
 from forge.seam import FileAnswer, HostFile, HostLoad, HostStore, StepPlan
 from forge.sim.replay import replay
-from tests.core.builders import config
+from tests.core.builders import config, next_plan
 from tests.core.reference import compute_expected
 from tests.core.test_host_cache import ALWAYS, Run
 from tests.core.worlds import ChoiceResult, FaultyStore, RecordingModel, check_choice
@@ -173,6 +173,61 @@ def test_an_idle_engine_computes_what_is_quicker_to_compute() -> None:
         disk = replace(DISK, fetch_block_ns=fetch_block_ns)
         run = run_with_files(replace(TIER, costs=costs, disk=disk))
         assert bool(run.serve(A)[0].fetches) == is_fetched
+
+
+def test_an_idle_engine_loads_from_host_memory_and_refuses_a_disk_that_is_slower() -> None:
+    """A has two blocks of four tokens, which take 44 ns to compute, 10 to load, 50 to read."""
+    costs = LoadCosts(0, 5, 1, 1000)
+    tier = replace(TIER, costs=costs, disk=replace(DISK, fetch_block_ns=25))
+    run = run_with_files(tier)
+    (cold,) = run.serve(A)
+    assert not cold.fetches and cold.num_tokens == len(A)
+    run.serve((50,), (51,), (52,))  # A's blocks are stored
+    run.scheduler.pool.reset_cache()  # as if others had taken the blocks of the device
+    assert len(run.scheduler.host_cache.lookup(run.hashes(A))) == 2
+    load, rest = run.serve(A)
+    assert (len(load.loads), len(load.fetches), rest.num_tokens) == (2, 0, 1)
+    quick = run_with_files(replace(tier, disk=replace(DISK, fetch_block_ns=16)))
+    assert quick.serve(A)[0].fetches
+
+
+def test_while_others_run_a_slow_disk_is_read() -> None:
+    tier = replace(TIER, costs=LoadCosts(0, 5, 1), disk=replace(DISK, fetch_block_ns=10**9))
+    run = run_with_files(tier, blocks=8)
+    run.add((60,), max_tokens=6)
+    run.step()
+    run.add(A)
+    assert run.step().fetches
+    run.drain()
+
+
+def test_blocks_of_a_file_after_others_take_longer_to_compute() -> None:
+    """A's first block is in the host pool: the second has 4 tokens and 26 pairs, of 1 ns each."""
+    for fetch_block_ns, is_fetched in ((29, True), (30, False)):
+        disk = replace(DISK, fetch_block_ns=fetch_block_ns)
+        run = run_with_files(replace(TIER, costs=LoadCosts(0, 0, 1, 1000), disk=disk))
+        first = run.hashes(A)[0]
+        host_cache = run.scheduler.host_cache
+        host_block = host_cache.reserve(first)
+        assert host_block is not None
+        host_cache.end_reservation(host_block, first, is_good=True)
+        run.add(A)
+        plan = next_plan(run.scheduler)
+        assert [file.key for file in plan.fetches] == run.hashes(A)[1:2] * is_fetched
+
+
+def test_a_sequence_of_a_failed_step_reads_no_file() -> None:
+    run = run_with_files()
+    run.add(A)
+    assert run.step().fetches
+    assert run.plan().loads
+    run.scheduler.void("a test")
+    audit(run.scheduler)
+    plans = []
+    while run.scheduler.has_work:
+        plans.append(run.step())
+    assert [(len(plan.fetches), len(plan.loads)) for plan in plans] == [(0, 0)]
+    run.drain()
 
 
 def test_no_more_files_move_at_a_time_than_allowed() -> None:

@@ -475,15 +475,28 @@ def test_a_loaded_host_block_that_the_device_has_lost_counts_as_just_used() -> N
         (LoadCosts(0, 0, 1), True),
         (LoadCosts(8, 0, 1), False),
         (LoadCosts(7, 0, 1), True),
+        (LoadCosts(43, 0, 1, 1000), True),
+        (LoadCosts(44, 0, 1, 1000), False),
     ],
 )
 def test_an_idle_engine_loads_what_is_quicker_to_load(
     costs: LoadCosts | None, is_loaded: bool
 ) -> None:
-    """Eight tokens take 8 ns to compute."""
+    """Eight tokens take 8 ns to compute, and their 36 pairs of 1,000 ps take 36 ns more."""
     run = Run(replace(ALWAYS, costs=costs))
     run.leave_in_host(A)
     assert bool(run.serve(A)[0].loads) == is_loaded
+
+
+def test_later_tokens_take_longer_to_compute() -> None:
+    """Blocks of four: two of them have 8 tokens and 36 pairs, or 68 pairs after another block."""
+    costs = LoadCosts(0, 0, 1, 1000)
+    assert [costs.prefill_ns(0, 8), costs.prefill_ns(4, 12)] == [8 + 36, 8 + 68]
+    assert costs.prefill_ns(0, 12) == costs.prefill_ns(0, 4) + costs.prefill_ns(4, 12)
+    host_cache = Run(replace(ALWAYS, costs=costs._replace(load_ns=60))).scheduler.host_cache
+    assert not host_cache.is_load_worthwhile(0, 2, is_idle=True)
+    assert host_cache.is_load_worthwhile(1, 2, is_idle=True)
+    assert host_cache.is_load_worthwhile(0, 2, is_idle=False)
 
 
 def test_while_others_run_a_load_takes_no_time_from_them() -> None:
@@ -533,10 +546,82 @@ def test_an_abort_during_a_load_publishes_nothing_and_frees_all() -> None:
 def test_a_sequence_that_is_preempted_during_a_load_loads_again() -> None:
     run = Run()
     plan = run.start_loading()
-    run.scheduler.void("a test")  # also preempts
-    assert run.scheduler.commit(plan, run.output) == []
+    run.scheduler._preempt(run.scheduler.running[3], "a test")
+    run.commit(plan)
     assert run.step().loads and run.step().rows
     run.drain()
+
+
+def test_what_a_void_plan_loads_is_forgotten_and_computed() -> None:
+    """Content in host memory that is damaged may be why the step has failed."""
+    run = Run()
+    plan = run.start_loading()
+    run.scheduler.void("a test")
+    assert run.scheduler.commit(plan, run.output) == []
+    audit(run.scheduler)
+    assert not run.scheduler.host_cache.lookup(run.hashes(A))
+    again = run.step()
+    assert not again.loads and again.num_tokens == len(A)
+    run.drain()
+
+
+def test_only_what_void_plans_load_is_forgotten() -> None:
+    """One block of A is loaded a plan: the second is not in the void plan, and is kept."""
+    run = Run(replace(ALWAYS, max_moved_blocks=1), blocks=8)
+    run.serve(A)
+    run.serve((51,), max_tokens=4)
+    run.scheduler.pool.reset_cache()  # as if others had taken the blocks of the device
+    run.add((50,), max_tokens=3)
+    run.step()
+    run.add(A)
+    plan = run.plan()
+    assert len(plan.loads) == 1
+    run.scheduler.void("a test")
+    audit(run.scheduler)
+    first, second = run.hashes(A)[:2]
+    assert not run.scheduler.host_cache.lookup([first])
+    assert run.scheduler.host_cache.lookup([second])
+    run.drain()
+
+
+def test_a_sequence_of_a_failed_step_loads_nothing() -> None:
+    """The step had no load. Its sequence is computed all the same, and the next one is loaded."""
+    run = Run(blocks=8)
+    run.leave_in_host(A)
+    run.add(A, max_tokens=3)
+    assert run.step().loads
+    run.step()
+    run.scheduler.void("a test")
+    run.scheduler.pool.reset_cache()  # as if others had taken the blocks of the device
+    assert len(run.scheduler.host_cache.lookup(run.hashes(A))) == 2
+    again = run.step()
+    assert not again.loads and again.num_tokens == len(A) + 1
+    run.drain()
+    run.scheduler.pool.reset_cache()
+    assert any(plan.loads for plan in run.serve(A))
+
+
+def test_a_void_load_of_an_ended_sequence_may_be_stored_over() -> None:
+    """Its only host block is stored to by the next plan, which is void too."""
+    run = Run(replace(ALWAYS, num_blocks=2), blocks=8, depth=2)
+    run.leave_in_host(A)
+    run.add(A)
+    first = run.plan()
+    assert len(first.loads) == 2
+    run.scheduler.abort(max(run.requests))
+    hashes = run.hashes(B)
+    pool = run.scheduler.pool
+    pool.open(99, 8)
+    for block, block_hash in zip(pool.tables[99].blocks, hashes, strict=False):
+        pool.publish(block, block_hash)
+    run.scheduler.host_cache.expect_reuse(hashes[:2])
+    pool.release(99)
+    run.add((50,), max_tokens=9)
+    second = next_plan(run.scheduler)
+    assert {m.host_block for m in second.stores} == {m.host_block for m in first.loads}
+    run.scheduler.void("a test")
+    audit(run.scheduler)
+    assert run.scheduler.host_cache.num_held_blocks == 0
 
 
 def test_a_load_of_an_earlier_epoch_is_dropped() -> None:
@@ -555,8 +640,7 @@ def test_a_sequence_that_is_admitted_again_while_its_load_is_in_flight() -> None
     run = Run(blocks=8)
     plan, output = run.start_loading(), run.output
     sequence = run.scheduler.running[3]
-    run.scheduler.void("a test")
-    run.scheduler.ledger.append(plan)  # as if it had been preempted, and not its plan voided
+    run.scheduler._preempt(sequence, "a test")
     again = next_plan(run.scheduler)
     assert again.loads and again.loads[0].epoch == 1
     run.scheduler.commit(plan, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from zlib import crc32
@@ -12,7 +12,14 @@ from zlib import crc32
 import pytest
 
 from forge import LLM, __version__
-from forge.config import EngineConfig, MixedStepCosts, Speculation, StepCosts
+from forge.config import (
+    EngineConfig,
+    HostTier,
+    LoadCosts,
+    MixedStepCosts,
+    Speculation,
+    StepCosts,
+)
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
@@ -28,6 +35,7 @@ from forge.recording import (
 from forge.request import Request, SamplingParams, Structure
 from forge.sim.replay import ReplayResult, replay
 from forge.sim.workloads.recordings import read_requests
+from tests.core.host_worlds import draw_host_world
 from tests.core.worlds import (
     Chances,
     RandomWorld,
@@ -303,6 +311,34 @@ def test_a_recording_has_the_table_by_which_its_steps_were_bounded() -> None:
 def test_a_table_of_another_version_is_refused_with_the_remedy(costs: object) -> None:
     header = json.loads(json.dumps(build_header(EngineConfig(), 256, 0, "fcfs", "0")))
     header["config"]["mixed_costs"] = costs
+    with pytest.raises(InvalidConfig, match="costs are written as another version"):
+        parse_config(header)
+
+
+def test_a_recording_has_the_costs_by_which_blocks_were_loaded_or_computed() -> None:
+    """The costs decide plans: a replay without them, or without one of them, differs."""
+    num_decided: Counter[str] = Counter()
+    for seed in range(40):
+        world = draw_host_world(seed)
+        tier = world.config.host_tier
+        assert tier is not None
+        tier = replace(tier, costs=LoadCosts(20, 1, 1, 300), min_loaded_blocks=1)
+        config = replace(world.config, host_tier=tier)
+        lines, _ = record_world(world._replace(config=config))
+        assert parse_config(json.loads(lines[0].partition(" ")[2])) == config
+        assert replay(lines).difference is None, f"seed {seed}"
+        for name, costs in (("none", None), ("no pairs", [20, 1, 1]), ("no load", [0, 1, 1, 300])):
+            changed = {**asdict(tier), "costs": costs}
+            result = replay(replace_config(lines, host_tier=changed))
+            num_decided[name] += result.difference is not None
+    assert min(num_decided.values()) >= 3 and len(num_decided) == 3
+
+
+@pytest.mark.parametrize("costs", [[], [1, 2], [1, 2, 3, 4, 5], 7])
+def test_load_costs_of_another_version_are_refused_with_the_remedy(costs: object) -> None:
+    config = EngineConfig(host_tier=HostTier(num_blocks=1))
+    header = json.loads(json.dumps(build_header(config, 256, 0, "fcfs", "0")))
+    header["config"]["host_tier"]["costs"] = costs
     with pytest.raises(InvalidConfig, match="costs are written as another version"):
         parse_config(header)
 
