@@ -14,6 +14,7 @@ A broken invariant is not here: it is an assert with its numbers, and it crashes
     │   ├── UnknownSequence
     │   ├── DuplicateSequence
     │   └── BlocksInUse
+    ├── DamagedBlocks         blocks are not as they were stored in host memory; the step is void
     ├── PolicyError           a user's policy returned an answer that cannot be carried out
     ├── RequestFailed         the engine gave up on one request; others continue
     └── EngineDead            the engine loop has ended and serves no more requests
@@ -113,6 +114,24 @@ class BlocksInUse(CacheError):
             "Release their sequences first"
         )
         self.in_use = in_use
+
+
+class DamagedBlocks(ForgeError):
+    """Blocks that step `step` has loaded differ from what was stored in the host blocks.
+
+    pairs   block and host block of each
+    """
+
+    def __init__(self, step: int, pairs: list[tuple[int, int]]) -> None:
+        names = ", ".join(f"block {block} from host block {host}" for block, host in pairs[:8])
+        more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+        super().__init__(
+            f"step {step} has loaded content that was not stored: {names}{more}. Nothing of the "
+            "step is used, and the tokens are computed again. If it is reported again, test the "
+            "memory of the machine, or start without kv_host_gib"
+        )
+        self.step = step
+        self.pairs = pairs
 
 
 class PolicyError(ForgeError):

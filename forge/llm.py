@@ -74,6 +74,8 @@ class Options(TypedDict, total=False):
     kv_host_gib: float
     kv_disk_path: str
     kv_disk_gib: float
+    kv_load_rule: str
+    check_kv: bool
     draft_model: str
     num_speculative_tokens: int
     speculative_method: str

@@ -1,6 +1,6 @@
 """TierOptions: how much host memory and disk keep blocks that leave the device.
 
-Owns the three options and the HostTier that they make. Knows no model and opens no file: a loader
+Owns the options and the HostTier that they make. Knows no model and opens no file: a loader
 gives the bytes of a block, and of the file that holds one.
 
     kv_host_gib ──── / bytes of a block ──► HostTier.num_blocks
@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
-from forge.config import MAX_GEOMETRY, DiskTier, HostTier, LoadCosts
+from forge.config import MAX_GEOMETRY, DiskTier, HostTier
 from forge.errors import InvalidConfig
 
 GIB = 2**30
+LOAD_RULES = QUICKEST, ALWAYS = "quickest", "always"
 MAX_TIER_GIB = 2**20
 """A pebibyte: more than any machine has."""
 
@@ -27,14 +28,19 @@ MAX_TIER_GIB = 2**20
 class TierOptions:
     """Options of the KV tiers below the device. Without `kv_host_gib` there are none.
 
-    kv_host_gib    GiB of host memory for blocks that leave the device; 0: none
-    kv_disk_path   folder for files of such blocks, which a later start reads again
-    kv_disk_gib    most GiB of all files in that folder, those of other processes included
+    kv_host_gib     GiB of host memory for blocks that leave the device; 0: none
+    kv_disk_path    folder for files of such blocks, which a later start reads again
+    kv_disk_gib     most GiB of all files in that folder, those of other processes included
+    kv_load_rule    quickest: an idle engine loads what it would take longer to compute, by times
+                    that are measured at the start; always: it loads whatever it finds
+    check_kv        compare a checksum of each block that comes back from host memory
     """
 
     kv_host_gib: float = 0.0
     kv_disk_path: str | None = None
     kv_disk_gib: float | None = None
+    kv_load_rule: str = QUICKEST
+    check_kv: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("kv_host_gib", self.kv_host_gib), ("kv_disk_gib", self.kv_disk_gib)):
@@ -63,6 +69,25 @@ class TierOptions:
                 "files are read and written through host memory, and kv_host_gib is 0",
                 "Give kv_host_gib too",
             )
+        if self.kv_load_rule not in LOAD_RULES:
+            raise InvalidConfig(
+                "kv_load_rule",
+                f"{str(self.kv_load_rule)[:64]!r} is not known",
+                f"Give one of: {', '.join(LOAD_RULES)}",
+            )
+        if type(self.check_kv) is not bool:
+            raise InvalidConfig("check_kv", f"{self.check_kv!r} is no boolean", "Give one")
+        if self.check_kv and not self.kv_host_gib:
+            raise InvalidConfig(
+                "check_kv",
+                "it compares what comes back from host memory, and kv_host_gib is 0",
+                "Give kv_host_gib too",
+            )
+
+    @property
+    def measures_costs(self) -> bool:
+        """True where a start measures by what times an engine loads or computes."""
+        return bool(self.kv_host_gib) and self.kv_load_rule == QUICKEST
 
     @property
     def max_disk_bytes(self) -> int:
@@ -90,15 +115,11 @@ class TierOptions:
         file_bytes: int,
         *,
         enable_prefix_caching: bool,
-        costs: LoadCosts | None = None,
-        fetch_block_ns: int = 0,
     ) -> HostTier | None:
         """Return the tiers that fit into the given bytes, or None. Raises InvalidConfig.
 
-        block_bytes      of a block in host memory
-        file_bytes       of the file that holds a block
-        costs            by which an idle engine loads or computes; None: it loads
-        fetch_block_ns   nanoseconds of reading a file
+        block_bytes   of a block in host memory
+        file_bytes    of the file that holds a block
         """
         if not self.kv_host_gib:
             return None
@@ -109,8 +130,8 @@ class TierOptions:
         if self.kv_disk_path is not None:
             max_files = self.max_disk_bytes // file_bytes
             _check_count("kv_disk_gib", max_files, 2**40, "file of a block", file_bytes)
-            disk = DiskTier(max_files=max_files, fetch_block_ns=fetch_block_ns)
-        return HostTier(num_blocks=num_blocks, costs=costs, disk=disk)
+            disk = DiskTier(max_files=max_files)
+        return HostTier(num_blocks=num_blocks, disk=disk)
 
 
 def _check_count(name: str, count: int, max_count: int, what: str, num_bytes: int) -> None:

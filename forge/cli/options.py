@@ -135,8 +135,10 @@ DEVICE_OPTIONS = options_from_dataclass(
     DeviceOptions, [each.name for each in fields(DeviceOptions)]
 )
 
+TIER_METAVARS = {"kv_disk_path": "FOLDER", "kv_load_rule": "NAME"}
+
 TIER_OPTIONS = tuple(
-    each._replace(metavar="FOLDER") if each.value_type is str else each
+    each._replace(metavar=TIER_METAVARS.get(each.name, each.metavar))
     for each in options_from_dataclass(TierOptions, [each.name for each in fields(TierOptions)])
 )
 

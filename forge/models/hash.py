@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from forge.models.file_moves import FileMoves
+from forge.models.host_blocks import HostBlocks
 from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
 from forge.sampling import mix, uniform
 
@@ -36,6 +37,7 @@ class HashModel(LogitsModel):
     step_s          seconds of a step, from the end of the step before
     draft           draft model with the same vocabulary, or None
     files           files of host blocks, or None
+    host_blocks     contents of the host pool; None: a plain HostBlocks
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class HashModel(LogitsModel):
         faults: FaultHooks = NO_FAULTS,
         draft: LogitsModel | None = None,
         files: FileMoves | None = None,
+        host_blocks: HostBlocks | None = None,
     ) -> None:
         super().__init__(
             self.context_logits,
@@ -67,6 +70,7 @@ class HashModel(LogitsModel):
             step_s=step_s,
             draft=draft,
             files=files,
+            host_blocks=host_blocks,
         )
         self._likely_tokens = (
             tuple(range(vocab_size)) if likely_tokens is None else tuple(likely_tokens)

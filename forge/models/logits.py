@@ -128,9 +128,10 @@ class ComputedStep(NamedTuple):
 class LogitsModel:
     """Model of `logits(context)`, a pure function from token ids to one float per token.
 
-    step_s   seconds of a step on the imagined device, which runs one step after the other
-    draft    draft model with the same vocabulary, or None. Only this model gives it plans
-    files    files of host blocks; None: there are none
+    step_s        seconds of a step on the imagined device, which runs one step after the other
+    draft         draft model with the same vocabulary, or None. Only this model gives it plans
+    files         files of host blocks; None: there are none
+    host_blocks   contents of the host pool; None: a plain HostBlocks
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class LogitsModel:
         step_s: float = 0.0,
         draft: LogitsModel | None = None,
         files: FileMoves | None = None,
+        host_blocks: HostBlocks | None = None,
     ) -> None:
         if draft is not None and draft.vocab_size() != vocab_size:
             raise InvalidConfig(
@@ -159,7 +161,7 @@ class LogitsModel:
         self._num_layers = num_layers
         self._block_size = block_size
         self._block_tokens = [self._new_block() for _ in range(num_blocks)]
-        self._host_blocks = HostBlocks(block_size)
+        self._host_blocks = HostBlocks(block_size) if host_blocks is None else host_blocks
         self._files = files or no_files()
         self._slots: dict[int, _Slot] = {}
         self._sampled_by_step: dict[int, list[int]] = {}

@@ -24,7 +24,7 @@ from forge.errors import InvalidConfig  # noqa: E402
 from forge.invariants import PlanAudit, audit  # noqa: E402
 from forge.models.block_files import BlockFiles  # noqa: E402
 from forge.models.file_moves import FileMoves  # noqa: E402
-from forge.models.hf.block_moves import BlockMoves  # noqa: E402
+from forge.models.hf.block_moves import BlockMoves, Moves  # noqa: E402
 from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, register_attention  # noqa: E402
 from forge.models.hf.host_pool import HostPool, allocate_slabs  # noqa: E402
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec  # noqa: E402
@@ -207,6 +207,7 @@ def engine_for(
     drafts: int = 0,
     fails: tuple[int, ...] = (),
     namespace: str = "",
+    create_moves: Callable[..., Moves] = BlockMoves,
 ) -> Engine:
     """Return an engine of a family's decoder; a draft model is the model itself."""
     decoder, layers = decoder_for(family)
@@ -241,7 +242,7 @@ def engine_for(
     if tier is not None:
         size = spec.bytes_per_token * BLOCK
         slabs = allocate_slabs(tier.num_blocks * size, is_pinned=False, block_bytes=size)
-        memory = HostMemory(HostPool(slabs, size), files)
+        memory = HostMemory(HostPool(slabs, size), files, create_moves=create_moves)
     return Engine(model_of(model_of(None, NO_HOST_MEMORY) if drafts else None, memory), config)
 
 

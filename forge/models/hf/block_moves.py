@@ -28,14 +28,15 @@ after b(n) and ends before its answer, or before `begin` returns for a plan that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from forge.errors import InvalidConfig
-from forge.models.file_moves import FileMoves, no_files
+from forge.models.file_moves import FileMoves, HostContents, no_files
 from forge.models.hf.buffers import upload
 from forge.models.hf.host_pool import HostPool, PinnedContents
 from forge.models.hf.kv_cache import KVCache
@@ -54,11 +55,29 @@ def staging_bytes(block_bytes: int, max_bytes: int = STAGING_BYTES) -> int:
     return max(1, max_bytes // block_bytes) * block_bytes
 
 
+class Moves(Protocol):
+    """Moves of plans, which HFModel calls in this order."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Let what is queued next wait for the moves of earlier plans, and begin file moves."""
+        ...
+
+    def queue(self, plan: StepPlan) -> None:
+        """Queue the plan's stores and loads, after its rows."""
+        ...
+
+    def end(self, plan: StepPlan) -> tuple[FileAnswer, ...]:
+        """Return answers of file moves. Raises DamagedBlocks where loads are checked."""
+        ...
+
+
 class BlockMoves:
     """Moves between a KV cache and a host pool, and between the host pool and files.
 
     files               files of host blocks; None: there are none
     max_staging_bytes   most bytes of a staging buffer that holds more than one block
+    create_contents     host blocks as a plan's file moves find them: of a pool, and of a call that
+                        waits until all work of earlier plans is complete
     """
 
     def __init__(
@@ -67,6 +86,7 @@ class BlockMoves:
         host_pool: HostPool,
         files: FileMoves | None = None,
         max_staging_bytes: int = STAGING_BYTES,
+        create_contents: Callable[[HostPool, Callable[[], None]], HostContents] = PinnedContents,
     ) -> None:
         data, block_bytes = kv_cache.data, kv_cache.block_bytes
         if host_pool.block_bytes != block_bytes:
@@ -77,6 +97,7 @@ class BlockMoves:
             )
         self._host_pool = host_pool
         self._files = files or no_files()
+        self._create_contents = create_contents
         num_layers, blocks_per_layer = data.shape[:2]
         # A layer of a block is a row: block b has rows b, b + blocks_per_layer, and so on.
         rows = data.view(num_layers * blocks_per_layer, -1)
@@ -121,7 +142,7 @@ class BlockMoves:
             self._begun = torch.cuda.Event(blocking=True)
             self._begun.record()
         wait = _return_at_once if self._begun is None else self._begun.synchronize
-        self._files.begin(plan, PinnedContents(self._host_pool, wait))
+        self._files.begin(plan, self._create_contents(self._host_pool, wait))
         if moves:
             # The rows' tables are on the device.
             check_moves(plan._replace(rows=()), {}, self._files.spilling, self._files.fetching)
@@ -142,6 +163,14 @@ class BlockMoves:
         A plan without rows waits for one, unless a newer plan has rows to be read.
         """
         return self._files.end(plan)
+
+    def after_stores(self) -> AbstractContextManager[None]:
+        """Queue after the plan's stores, and before anything of the next plan."""
+        return self._queue_on(self._store_stream)
+
+    def after_loads(self) -> AbstractContextManager[None]:
+        """Queue after the plan's loads, and before anything of the next plan."""
+        return self._queue_on(self._load_stream)
 
     @contextmanager
     def _queue_on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:

@@ -27,7 +27,7 @@ import torch
 
 from forge.config import MAX_DRAFTS
 from forge.errors import InvalidConfig
-from forge.models.hf.block_moves import BlockMoves
+from forge.models.hf.block_moves import Moves
 from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
 from forge.models.hf.runner.input_batch import build_input_batch
 from forge.models.hf.runner.model_runner import ModelRunner, invert_order
@@ -77,7 +77,7 @@ class HFModel:
         decode_graphs: DecodeGraphs | None = None,
         mixed_graphs: MixedGraphs | None = None,
         draft: HFModel | None = None,
-        moves: BlockMoves | None = None,
+        moves: Moves | None = None,
     ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size

@@ -16,19 +16,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from forge.config import HostTier
 from forge.errors import InvalidConfig
 from forge.models.block_files import header_bytes
+from forge.models.disk_cost import measure_fetch_ns
 from forge.models.file_moves import FileMoves
+from forge.models.hf.block_moves import BlockMoves, Moves
+from forge.models.hf.checked_moves import CheckedMoves
 from forge.models.hf.host_pool import SLAB_BYTES, HostPool, allocate_slabs
+from forge.models.hf.kv_cache import KVCache
 from forge.models.hf.loading.cache_digest import kv_layout_digest
 from forge.models.hf.loading.loaded_decoder import LoadedDecoder
-from forge.models.tier_files import open_tier_files
+from forge.models.tier_files import TierFiles, open_tier_files
 from forge.tier_options import TierOptions
+
+CreateMoves: TypeAlias = Callable[[KVCache, HostPool, FileMoves | None], Moves]
 
 
 class BlockLayout(NamedTuple):
@@ -58,23 +64,27 @@ class KVTiers(NamedTuple):
 class TierSetup(NamedTuple):
     """Tiers below the device, before the layout of a block is known.
 
-    host_bytes   bytes of host memory for blocks; a HostTier of more host blocks is made smaller
-    open_tiers   opens the tiers of a model with such blocks, until its context ends
+    host_bytes     bytes of host memory for blocks; a HostTier of more host blocks is made smaller
+    open_tiers     opens the tiers of a model with such blocks, until its context ends
+    create_moves   returns the moves between a cache and a host pool
     """
 
     host_bytes: int
     open_tiers: Callable[[BlockLayout], AbstractContextManager[KVTiers]]
+    create_moves: CreateMoves = BlockMoves
 
 
 class HostMemory(NamedTuple):
     """Host pool of a model and its files; None where there are none.
 
-    disk_keys   keys of the files that are there, the least recently used first
+    disk_keys      keys of the files that are there, the least recently used first
+    create_moves   returns the moves between a cache and the host pool
     """
 
     pool: HostPool | None
     files: FileMoves | None
     disk_keys: tuple[bytes, ...] = ()
+    create_moves: CreateMoves = BlockMoves
 
 
 NO_HOST_MEMORY = HostMemory(None, None)
@@ -101,9 +111,22 @@ def create_tier_setup(options: TierOptions, enable_prefix_caching: bool) -> Tier
                 yield KVTiers(host_tier)
             else:
                 moves = FileMoves(opened.files, opened.executor)
+                if options.measures_costs:
+                    host_tier = _with_fetch_cost(host_tier, opened, block_bytes)
                 yield KVTiers(host_tier, moves, opened.keys)
 
-    return TierSetup(options.num_host_bytes, open_tiers)
+    create_moves = CheckedMoves if options.check_kv else BlockMoves
+    return TierSetup(options.num_host_bytes, open_tiers, create_moves)
+
+
+def _with_fetch_cost(
+    host_tier: HostTier | None, opened: TierFiles, block_bytes: int
+) -> HostTier | None:
+    """Return the tier with the measured time of reading a file."""
+    if host_tier is None or host_tier.disk is None:
+        return host_tier
+    fetch_ns = measure_fetch_ns(opened.files, opened.keys, opened.executor, block_bytes)
+    return replace(host_tier, disk=replace(host_tier.disk, fetch_block_ns=fetch_ns))
 
 
 @contextmanager
@@ -175,4 +198,4 @@ def open_host_memory(
         config_fields["host_tier"] = replace(host_tier, num_blocks=num_blocks)
         if tiers.files is not None:
             config_fields["cache_namespace"] = digest().hex()
-        yield HostMemory(pool, tiers.files, tiers.disk_keys)
+        yield HostMemory(pool, tiers.files, tiers.disk_keys, setup.create_moves)

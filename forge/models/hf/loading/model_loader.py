@@ -34,7 +34,6 @@ from forge.models.capture_sizes import (
 from forge.models.gc_control import freeze_gc, freeze_objects, pause_gc
 from forge.models.hf.attention.flashinfer_api import FlashInferWrappers
 from forge.models.hf.attention.interface import LayerSpec
-from forge.models.hf.block_moves import BlockMoves
 from forge.models.hf.buffers import MAX_IN_FLIGHT
 from forge.models.hf.decoders.fused_decoder import FusedDecoder
 from forge.models.hf.decoders.interface import Decoder
@@ -136,7 +135,7 @@ def assemble_model(
                 mixed_sizes, config.max_num_batched_tokens, config.max_model_len
             )
             mixed_graphs = MixedGraphs(runner, capturable, sizes)
-    pool, files, _ = host_memory
+    pool, files, create_moves = host_memory.pool, host_memory.files, host_memory.create_moves
     return HFModel(
         runner,
         vocab_size=vocab_size,
@@ -144,7 +143,7 @@ def assemble_model(
         decode_graphs=decode_graphs,
         mixed_graphs=mixed_graphs,
         draft=draft,
-        moves=None if pool is None else BlockMoves(kv_cache, pool, files),
+        moves=None if pool is None else create_moves(kv_cache, pool, files),
     )
 
 
