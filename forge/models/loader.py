@@ -28,15 +28,18 @@ from typing import Any
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
 from forge.models.block_files import HASH_BYTES, header_bytes
+from forge.models.checked_host_blocks import CheckedHostBlocks
 from forge.models.costs import measure_step_costs
 from forge.models.early_start import begin_early
 from forge.models.file_moves import FileMoves
 from forge.models.gc_control import freeze_objects, pause_gc
 from forge.models.hash import HashModel
+from forge.models.host_blocks import HostBlocks
+from forge.models.load_costs import describe_load_costs, measure_load_costs
 from forge.models.loaded_model import LoadedModel
 from forge.models.mixed_costs import measure_mixed_costs
 from forge.models.tier_files import open_tier_files
-from forge.start_log import StartLog
+from forge.start_log import LOG, StartLog
 from forge.tier_options import TierOptions
 from forge.tokenizer import ByteTokenizer
 from forge.version import install_remedy
@@ -112,6 +115,8 @@ def load_model(
     ) as loaded:
         with start.phase("step costs"):
             loaded = _add_step_costs(loaded._replace(name=name))
+            if tier_options.measures_costs:
+                loaded = _add_load_costs(loaded)
         start.log_summary()
         yield loaded
 
@@ -210,6 +215,18 @@ def _add_step_costs(loaded: LoadedModel) -> LoadedModel:
     )
 
 
+def _add_load_costs(loaded: LoadedModel) -> LoadedModel:
+    """Return the model with measured costs of loading and computing, and log them."""
+    config = loaded.config
+    assert config.host_tier is not None, "there is a host pool"
+    costs = measure_load_costs(loaded.model, config)
+    if costs is None:
+        return loaded
+    config = replace(config, host_tier=replace(config.host_tier, costs=costs))
+    LOG.info("%s", describe_load_costs(config))
+    return loaded._replace(config=config)
+
+
 def _parse_hash_options(text: str, field: str = "model") -> dict[str, int | float]:
     """Return `a=1,b=2` as a mapping. Raise InvalidConfig."""
     options: dict[str, int | float] = {}
@@ -296,9 +313,12 @@ def _load_hash_model(
         open_tier_files(tier_options, blake2b(layout.encode(), digest_size=HASH_BYTES).digest())
     )
     moves = None if tier_files is None else FileMoves(tier_files.files, tier_files.executor)
+    create_host_blocks = CheckedHostBlocks if tier_options.check_kv else HostBlocks
     return LoadedModel(
         name,
-        _create_hash_model(options, config, draft_model, moves),
+        _create_hash_model(
+            options, config, draft_model, moves, create_host_blocks(config.block_size)
+        ),
         ByteTokenizer(),
         replace(config, host_tier=host_tier),
         disk_keys=() if tier_files is None else tier_files.keys,
@@ -320,6 +340,7 @@ def _create_hash_model(
     config: EngineConfig,
     draft: HashModel | None = None,
     files: FileMoves | None = None,
+    host_blocks: HostBlocks | None = None,
 ) -> HashModel:
     tokenizer = ByteTokenizer()
     likely = [tokenizer.encode(chr(byte))[0] for byte in LETTERS]
@@ -334,4 +355,5 @@ def _create_hash_model(
         step_s=float(options.get("step_ms", 0.0)) / 1000,
         draft=draft,
         files=files,
+        host_blocks=host_blocks,
     )

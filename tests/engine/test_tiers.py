@@ -190,7 +190,8 @@ def test_a_size_that_a_refusal_names_is_accepted(refused_gib: float, block_bytes
 @pytest.mark.torch
 def test_a_checkpoint_finds_its_prefixes_in_files_after_a_restart(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    options = {**files(tmp_path / "kv"), "kv_host_gib": 0.01, "kv_disk_gib": 0.01, "device": "cpu"}
+    options = {**files(tmp_path / "kv"), "kv_host_gib": 0.01, "kv_disk_gib": 0.01}
+    options |= {"device": "cpu", "kv_load_rule": "always"}
     with LLM("tiny", **SMALL, device="cpu") as llm:
         texts = {text for text, _ in serve(llm)}
     with LLM("tiny", **options) as llm:
