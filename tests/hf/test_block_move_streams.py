@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from forge.models.hf.block_moves import BlockMoves  # noqa: E402
+from forge.models.hf.checked_moves import CheckedMoves  # noqa: E402
 from forge.models.hf.kv_cache import KVCacheSpec  # noqa: E402
 from forge.seam import HostLoad, HostStore, StepPlan  # noqa: E402
 from tests.hf.test_block_moves import cache_of, pool_of  # noqa: E402
@@ -99,6 +100,70 @@ class Device(TorchDispatchMode):
             assert ready, "the streams wait for each other"
             [index] = rng.choices(ready, [weights[i] for i in ready])
             streams[index].queue.popleft()[1]()
+
+
+class QueuedChecks(CheckedMoves):
+    """CheckedMoves whose sums are operations of the stream on which they are queued.
+
+    compared   whether each load of a plan is damaged, once the stream has come to it
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.compared: list[Any] = []
+
+    def _record(self, blocks: list[int], host_blocks: list[int]) -> None:
+        record = super()._record
+        Device.current.queue.append((None, lambda: record(blocks, host_blocks)))
+
+    def _compare(self, loads: tuple[HostLoad, ...]) -> Any:
+        compare, is_damaged = super()._compare, torch.ones(len(loads), dtype=torch.bool)
+        Device.current.queue.append(
+            (None, lambda: is_damaged.copy_(compare(loads).is_damaged)),
+        )
+        self.compared.append(is_damaged)
+        return None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_checks_in_any_order_that_the_events_allow_find_nothing_wrong(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum before its copy, or after that of the next plan, would be that of another content."""
+    rng = Random(seed)
+    cache = cache_of(KVCacheSpec(2, 1, 8, torch.float32), BLOCKS)
+    pool = pool_of(cache, HOST_BLOCKS)
+    moves, device = QueuedChecks(cache, pool), Device()
+    cache.data.zero_()
+    for host_block in range(HOST_BLOCKS):
+        pool.block(host_block).zero_()
+    inner = moves._moves
+    inner._uses_streams = True
+    inner._store_stream, inner._load_stream = device.store, device.load
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", Device.use)
+    with torch.inference_mode(), device:
+        for step in range(PLANS):
+            moved = rng.sample(range(BLOCKS), rng.randint(0, 4))
+            pairs = list(zip(moved, rng.sample(range(HOST_BLOCKS), len(moved)), strict=True))
+            num_stores = rng.randint(0, len(pairs))
+            plan = StepPlan(
+                step,
+                (),
+                BLOCKS,
+                4,
+                num_host_blocks=HOST_BLOCKS,
+                stores=tuple(HostStore(*pair) for pair in pairs[:num_stores]),
+                loads=tuple(HostLoad(0, 0, *pair) for pair in pairs[num_stores:]),
+            )
+            moves.begin(plan)
+            for block in set(range(BLOCKS)) - set(moved):
+                cache.data[:, block].fill_(float(100 * step + block))
+            moves.queue(plan)
+    with torch.inference_mode():
+        device.run(rng)
+    assert len(moves.compared) > 5
+    assert not any(is_damaged.any() for is_damaged in moves.compared)
 
 
 @pytest.mark.parametrize("seed", range(20))
