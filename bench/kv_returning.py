@@ -153,6 +153,8 @@ def engine_options(model: str, load: ReturningLoad, options: Options) -> Options
         "max_model_len": load.lengths[-1] + NEW_TOKENS + load.block_size,
         "max_num_seqs": 256,
         "kv_host_gib": gib,
+        # Each tier is measured, the ones that a start would find slower than computing too.
+        "kv_load_rule": "always",
     }
     if not is_hash(model) and has_no_weights(model):
         chosen["load_format"] = "dummy"
