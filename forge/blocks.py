@@ -31,6 +31,7 @@ from struct import pack
 from typing import NamedTuple
 
 from forge.errors import BlocksInUse, DuplicateSequence, OutOfBlocks, UnknownSequence
+from forge.kv_events import DEVICE, KVEventLog
 
 BlockHash = bytes
 
@@ -108,9 +109,14 @@ class TableGrowth(NamedTuple):
 
 
 class BlockPool:
-    """Allocates blocks, counts the tables that hold them, and finds and evicts cached ones."""
+    """Allocates blocks, counts the tables that hold them, and finds and evicts cached ones.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    kv_events   log of removals that someone reads, or None
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, kv_events: KVEventLog | None = None
+    ) -> None:
         assert num_blocks > 0 and block_size > 0, f"{num_blocks=} {block_size=}"
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -128,6 +134,7 @@ class BlockPool:
         self._protected_hashes: set[BlockHash] = set()
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
+        self._kv_events = kv_events
 
     # Figures, derived from where the blocks are.
 
@@ -382,8 +389,8 @@ class BlockPool:
         """Return the published blocks, used or cached, of the longest prefix of `hashes`."""
         return blocks_of_prefix(self._block_by_hash, hashes)
 
-    def publish(self, block: int, block_hash: BlockHash) -> None:
-        """Let `lookup` find the block under `block_hash`.
+    def publish(self, block: int, block_hash: BlockHash) -> bool:
+        """Let `lookup` find the block under `block_hash`, and return whether that is new.
 
         Call it when the step that filled it is committed.
 
@@ -393,6 +400,8 @@ class BlockPool:
         if block_hash not in self._block_by_hash and block not in self._hash_by_block:
             self._block_by_hash[block_hash] = block
             self._hash_by_block[block] = block_hash
+            return True
+        return False
 
     def mark_dirty(self, block_hash: BlockHash) -> None:
         """Let the block that is published under the hash, if any, be stored before it is evicted.
@@ -525,4 +534,7 @@ class BlockPool:
 
     def _unpublish(self, block: int) -> None:
         self._dirty.discard(block)
-        del self._block_by_hash[self._hash_by_block.pop(block)]
+        block_hash = self._hash_by_block.pop(block)
+        del self._block_by_hash[block_hash]
+        if self._kv_events is not None:
+            self._kv_events.record_removed(block_hash, DEVICE)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from forge.blocks import BlockHash
 from forge.config import DiskTier
 from forge.host_cache import HostCache
+from forge.kv_events import DISK, KVEventLog
 from forge.seam import FileAnswer, HostFile
 
 NO_DISK_TIER = DiskTier(max_files=0)
@@ -54,7 +55,9 @@ class DiskCache:
     num_dropped_moves     spills and fetches that were dropped
     """
 
-    def __init__(self, tier: DiskTier, host_cache: HostCache) -> None:
+    def __init__(
+        self, tier: DiskTier, host_cache: HostCache, kv_events: KVEventLog | None = None
+    ) -> None:
         self.epoch = 0
         self.num_spilled_blocks = 0
         self.num_fetched_blocks = 0
@@ -63,6 +66,7 @@ class DiskCache:
         self.num_dropped_moves = 0
         self._tier = tier
         self._host_cache = host_cache
+        self._kv_events = kv_events
         self._keys: OrderedDict[BlockHash, None] = OrderedDict()  # the one unused longest first
         self._moves: dict[int, _FileMove] = {}  # by host block, oldest first
         # By host block. There are some only while a plan is made.
@@ -73,10 +77,12 @@ class DiskCache:
     def add_keys(self, keys: Iterable[BlockHash]) -> None:
         """Let sequences fetch blocks of these hashes, the one used longest ago first."""
         for key in keys:
+            if key not in self._keys and self._kv_events is not None:
+                self._kv_events.record_stored(key, DISK)
             self._keys[key] = None
             self._keys.move_to_end(key)
             if len(self._keys) > self._tier.max_files:
-                self._keys.popitem(last=False)
+                self._remove_key(next(iter(self._keys)))
 
     @property
     def num_files(self) -> int:
@@ -201,7 +207,7 @@ class DiskCache:
                     self.add_keys((move.block_hash,))  # just used
                     self.num_fetched_blocks += 1
                 else:
-                    self._keys.pop(move.block_hash, None)
+                    self._remove_key(move.block_hash)
                     self.num_missed_blocks += 1
             else:
                 self._host_cache.unpin(answer.host_block)
@@ -228,6 +234,12 @@ class DiskCache:
         """Forget all keys, and drop all file moves. The files stay, unknown to this engine."""
         self.drop()
         self._keys.clear()
+
+    def _remove_key(self, key: BlockHash) -> None:
+        if key in self._keys:
+            del self._keys[key]
+            if self._kv_events is not None:
+                self._kv_events.record_removed(key, DISK)
 
     @property
     def _num_spills(self) -> int:

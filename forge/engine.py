@@ -21,6 +21,7 @@ from forge.config import MAX_GEOMETRY, EngineConfig
 from forge.drafting import create_drafter
 from forge.errors import DuplicateRequest, ForgeError, InvalidConfig, InvalidRequest
 from forge.feedback_queue import QueueLevel
+from forge.kv_events import KVEventLog, KVEventSink
 from forge.policy import FCFS, Policy
 from forge.proposers import Proposer
 from forge.request import Delta, Request, SamplingParams, Structure
@@ -145,6 +146,8 @@ class Engine:
     """Serves requests on one model. Not thread-safe: one thread calls everything.
 
     recorder    receives everything that decisions depend on
+    kv_events   receives the changes of the prefix cache, after each call that made some; those of a
+                call that raises come with the next ones
     proposer    replaces the proposer that `config.speculation` names
     num_steps   plans committed or voided so far: grows while the engine makes progress
     """
@@ -157,6 +160,7 @@ class Engine:
         policy: Policy = FCFS,
         proposer: Proposer | None = None,
         recorder: Recorder | None = None,
+        kv_events: KVEventSink | None = None,
     ) -> None:
         for token in config.end_ids:
             if not 0 <= token < model.vocab_size():
@@ -175,6 +179,8 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.num_steps = 0
+        self._kv_event_sink = kv_events
+        self._kv_event_log = None if kv_events is None else KVEventLog(config.block_size)
         self.scheduler = Scheduler(
             config,
             model.vocab_size(),
@@ -183,6 +189,7 @@ class Engine:
             self._create_stop_checker,
             self._create_matcher,
             create_drafter(config, proposer),
+            self._kv_event_log,
         )
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._undelivered_deltas: list[Delta] = []
@@ -278,6 +285,7 @@ class Engine:
                 "host_tier", "this engine has no disk tier for keys of files", "Set HostTier.disk"
             )
         self.scheduler.disk_cache.add_keys(keys)
+        self._deliver_kv_events()
         if self._recorder is not None:
             self._recorder.record_disk_keys(keys)
 
@@ -330,6 +338,7 @@ class Engine:
             self.scheduler.resize(num_blocks)
         if num_host_blocks is not None:
             self.scheduler.resize_host(num_host_blocks)
+        self._deliver_kv_events()
         if self._recorder is not None:
             self._recorder.record_resize(num_blocks, num_host_blocks)
 
@@ -339,6 +348,7 @@ class Engine:
         Files stay in their folder. This engine does not read them, and a later one does.
         """
         self.scheduler.reset_prefix_cache()
+        self._deliver_kv_events()
         if self._recorder is not None:
             self._recorder.record_reset()
 
@@ -368,6 +378,7 @@ class Engine:
             if recorder is not None:
                 recorder.record_void(why)
             if isinstance(error, Exception) and not isinstance(error, InvalidConfig):
+                self._deliver_kv_events()
                 return deltas  # requests survive one failed step
             self._undelivered_deltas = deltas
             raise
@@ -377,6 +388,7 @@ class Engine:
             if recorder is not None:
                 recorder.record_commit(ready[1], committed_deltas)
             deltas += committed_deltas
+        self._deliver_kv_events()
         return deltas
 
     def num_uniform_steps(self, token: int) -> int:
@@ -398,7 +410,14 @@ class Engine:
         result = self.scheduler.fast_forward(steps, token)
         self._in_flight = deque((plan, launch(plan)) for plan in self.scheduler.ledger)
         self.num_steps += steps
+        self._deliver_kv_events()
         return result
+
+    def _deliver_kv_events(self) -> None:
+        if self._kv_event_log is not None and self._kv_event_sink is not None:
+            events = self._kv_event_log.take()
+            if events:
+                self._kv_event_sink(events)
 
     def _create_stop_checker(self, params: SamplingParams) -> StopChecker | None:
         if not params.stop or self.tokenizer is None:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from forge.blocks import BlockHash, BlockPool, blocks_of_prefix
 from forge.config import HostTier, LoadCosts
+from forge.kv_events import HOST, KVEventLog
 from forge.seam import HostLoad, HostStore, StepPlan
 from forge.sequence import Sequence as TokenSequence
 
@@ -53,7 +54,9 @@ class HostCache:
     num_evictions       held blocks whose content gave way to a store
     """
 
-    def __init__(self, tier: HostTier, pool: BlockPool) -> None:
+    def __init__(
+        self, tier: HostTier, pool: BlockPool, kv_events: KVEventLog | None = None
+    ) -> None:
         self.num_blocks = tier.num_blocks
         self.unspilled_blocks: OrderedDict[int, BlockHash] = OrderedDict()
         self.num_stored_blocks = 0
@@ -61,6 +64,7 @@ class HostCache:
         self.num_evictions = 0
         self._tier = tier
         self._pool = pool
+        self._kv_events = kv_events
         self._free_blocks = list(range(tier.num_blocks))[::-1]
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
@@ -283,6 +287,8 @@ class HostCache:
             self._block_by_hash[block_hash] = host_block
             self._hash_by_block[host_block] = block_hash
             self._unpinned_blocks[host_block] = None
+            if self._kv_events is not None:
+                self._kv_events.record_stored(block_hash, HOST)
             if self._tier.disk is not None:
                 self.unspilled_blocks[host_block] = block_hash
         else:
@@ -325,10 +331,9 @@ class HostCache:
         """
         assert num_blocks >= 0 and not self.seq_ids_beyond(num_blocks), f"{num_blocks=}"
         for host_block in [b for b in self._hash_by_block if b >= num_blocks]:
-            del self._block_by_hash[self._hash_by_block.pop(host_block)]
+            self._remove(host_block)
             self._unpinned_blocks.pop(host_block, None)
             self._redundant_blocks.pop(host_block, None)
-            self.unspilled_blocks.pop(host_block, None)
         for host_block in [b for b in self._storing if b >= num_blocks]:
             self._reserved_hashes.remove(self._storing.pop(host_block).block_hash)
         self._free_blocks = [b for b in self._free_blocks if b < num_blocks]
@@ -364,8 +369,11 @@ class HostCache:
 
     def _remove(self, host_block: int) -> None:
         """Let `lookup` not find the content of a held host block any more."""
-        del self._block_by_hash[self._hash_by_block.pop(host_block)]
+        block_hash = self._hash_by_block.pop(host_block)
+        del self._block_by_hash[block_hash]
         self.unspilled_blocks.pop(host_block, None)
+        if self._kv_events is not None:
+            self._kv_events.record_removed(block_hash, HOST)
 
     def _free(self, host_block: int, block_hash: BlockHash) -> None:
         """Free a host block without content of this hash: the device's block is dirty again."""

@@ -13,9 +13,12 @@ a commit.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from forge.blocks import BlockHash, BlockPool, chain_hashes, root_hash
 from forge.config import EngineConfig
 from forge.host_cache import HostCache
+from forge.kv_events import KVEventLog
 from forge.request import Request
 from forge.sequence import Sequence
 
@@ -26,11 +29,18 @@ class PrefixCache:
     blocks_in_progress   hash of a block that is being computed or loaded -> id of its sequence
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, host_cache: HostCache) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        host_cache: HostCache,
+        kv_events: KVEventLog | None = None,
+    ) -> None:
         self.blocks_in_progress: dict[BlockHash, int] = {}
         self._config = config
         self._pool = pool
         self._host_cache = host_cache
+        self._kv_events = kv_events
 
     @property
     def is_enabled(self) -> bool:
@@ -91,11 +101,14 @@ class PrefixCache:
         first_index, end_index = start // self._config.block_size, end // self._config.block_size
         self.extend_hashes(sequence, end_index)
         hashes = sequence.hashes[1 + first_index : 1 + end_index]
+        are_new = []
         for block, block_hash in zip(
             sequence.table.blocks[first_index:end_index], hashes, strict=True
         ):
-            self._pool.publish(block, block_hash)
+            are_new.append(self._pool.publish(block, block_hash))
             self.blocks_in_progress.pop(block_hash, None)
+        if self._kv_events is not None:
+            self._record_events(self._kv_events, sequence, first_index, are_new)
         if self._config.host_tier is not None:
             self._host_cache.touch(hashes)
 
@@ -115,6 +128,24 @@ class PrefixCache:
         if not self._config.enable_prefix_caching or sequence.params.prompt_logprobs is not None:
             return 0
         return (len(sequence.tokens) - 1) // self._config.block_size
+
+    def _record_events(
+        self, kv_events: KVEventLog, sequence: Sequence, first_index: int, are_new: list[bool]
+    ) -> None:
+        """Record the blocks of the sequence that were published: one event for each run of them.
+
+        are_new   whether each block was published, from index `first_index` of the table on
+        """
+        size = self._config.block_size
+        index = first_index
+        for is_new, run in groupby(are_new):
+            start, index = index, index + len(list(run))
+            if is_new:
+                kv_events.record_prefix(
+                    sequence.hashes[1 + start : 1 + index],
+                    sequence.hashes[start] if start else None,  # the root is of no block
+                    sequence.tokens[start * size : index * size],
+                )
 
     def _uncommitted_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Return the known hashes of blocks that the sequence has not committed."""

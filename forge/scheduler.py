@@ -37,6 +37,7 @@ from forge.draft_length import StepInfo
 from forge.drafting import NO_DRAFTER, Drafter
 from forge.errors import DuplicateRequest, InvalidConfig, PolicyError
 from forge.host_cache import NO_HOST_TIER, HostCache
+from forge.kv_events import KVEventLog
 from forge.max_len import check_fits, max_len
 from forge.plan_rows import propose_drafts, write_chunk, write_decodes, write_drafts
 from forge.policy import (
@@ -112,16 +113,18 @@ class Scheduler:
         create_stop_checker: Callable[[SamplingParams], StopChecker | None] = no_stop_checker,
         create_matcher: Callable[[SamplingParams], GrammarMatcher | None] = no_matcher,
         drafter: Drafter = NO_DRAFTER,
+        kv_events: KVEventLog | None = None,
     ) -> None:
         self.config = config
         self.policy_calls = PolicyCalls(policy, self._build_context)
-        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.pool = BlockPool(config.num_blocks, config.block_size, kv_events)
+        self._kv_events = kv_events
         tier = config.host_tier or NO_HOST_TIER
-        self.host_cache = HostCache(tier, self.pool)
-        self.disk_cache = DiskCache(tier.disk or NO_DISK_TIER, self.host_cache)
+        self.host_cache = HostCache(tier, self.pool, kv_events)
+        self.disk_cache = DiskCache(tier.disk or NO_DISK_TIER, self.host_cache, kv_events)
         # Steps without a host pool spend no time on one.
         self._has_host_tier = config.host_tier is not None
-        self.prefix_cache = PrefixCache(config, self.pool, self.host_cache)
+        self.prefix_cache = PrefixCache(config, self.pool, self.host_cache, kv_events)
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.sequences: dict[int, Sequence] = {}
@@ -1023,6 +1026,8 @@ class Scheduler:
         self.host_cache.reset()
         self.pool.reset_cache()
         self.drafter.reset_prefix_cache()
+        if self._kv_events is not None:
+            self._kv_events.record_cleared()
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.queue_key)
