@@ -22,10 +22,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # The quick ones of those that are there for the core: they reach all of it. `make test` runs these
 # and many more, which look for what goes wrong there and reach nothing else.
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
-  $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache policy \
+  $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache kv_events policy \
     proposers scheduler seam session_timers sessions sessions_hostile speculation speculation_edges step_bound \
     structured_output uniform_steps) \
-  engine/test_engine engine/test_llm engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry))
+  engine/test_engine engine/test_llm engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry \
+  $(addprefix routing/test_, prefix_index replica_table router)))
 
 # The files that have tests of a marker, unless ARGS names some: each worker collects no others.
 marked = $(if $(findstring tests/,$(ARGS)),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
