@@ -5,6 +5,7 @@ belongs to a Scenario.
 
     forge sim --rate 20 --policy ageing --log run.jsonl --draw --plot run.png --trace run.json
     forge sim sweep --policies fcfs,ageing --rates 10,20 --plot sweep.png
+    forge sim fleet --replicas 2,4 --routers round-robin,prefix-aware
     forge sim replay recording.jsonl
     forge sim eviction trace.jsonl --blocks 1000,2000 --block-size 512
     forge sim calibrate MODEL --out calibration.json
@@ -30,6 +31,7 @@ from forge.policies import policy_names
 from forge.sim.baselines import baselines
 from forge.sim.decision_log import DecisionLog
 from forge.sim.exploration.worlds import WORLDS, find_world
+from forge.sim.fleet_command import FLEET_OPTIONS, simulate_fleet
 from forge.sim.replay import replay
 from forge.sim.reports.chrome_trace import write_chrome_trace
 from forge.sim.reports.run_history import RunHistory
@@ -277,6 +279,17 @@ def _parse_num_seeds(values: Mapping[str, Any]) -> int:
     return count
 
 
+# forge sim fleet
+
+
+def run_fleet(args: argparse.Namespace, settings: Settings) -> int:
+    """Run replicas behind a router on one virtual clock, and print a report or a table."""
+    with ExitStack() as files:
+        record = simulate_fleet(settings, lambda path: _open_output(path, files))
+    _write_json(settings.values["json"], record._asdict())
+    return 0
+
+
 # forge sim eviction
 
 
@@ -444,6 +457,12 @@ def _add_sweep(parser: Parser) -> None:
     _configure(parser, sweep, (*AXIS_OPTIONS, SEEDS_OPTION, *RUN_OPTIONS, *outputs))
 
 
+def _add_fleet(parser: Parser) -> None:
+    """Run replicas behind a router, and compare routers and numbers of replicas."""
+    outputs = [each for each in OUTPUT_OPTIONS if each.name in ("log", "json")]
+    _configure(parser, run_fleet, (*FLEET_OPTIONS, *outputs))
+
+
 def _add_eviction(parser: Parser) -> None:
     """Compare rules for evicting cached blocks on the prompts of a workload."""
     parser.add_argument(TRACE_OPTION.name, metavar="TRACE", help=TRACE_OPTION.help)
@@ -477,6 +496,7 @@ def _add_explore(parser: Parser) -> None:
 
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "sweep": _add_sweep,
+    "fleet": _add_fleet,
     "eviction": _add_eviction,
     "replay": _add_replay,
     "calibrate": _add_calibrate,

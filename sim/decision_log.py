@@ -32,12 +32,12 @@ from forge.sim.clock import VirtualClockStep
 from forge.sim.workloads.workload import RequestArrival
 
 
-def _plan_digest(plan: StepPlan) -> int:
+def plan_digest(plan: StepPlan) -> int:
     """Return the digest of a step with decisions.
 
     It takes a third of the time of a digest of the whole plan.
     """
-    found = _row_digest([row.seq_id for row in plan.rows])
+    found = row_digest([row.seq_id for row in plan.rows])
     # A row without a new block has the position and the slot that earlier lines imply.
     allocations = [
         (row.seq_id, row.slot, row.start, row.new_blocks) for row in plan.rows if row.new_blocks
@@ -49,7 +49,8 @@ def _plan_digest(plan: StepPlan) -> int:
     return found
 
 
-def _row_digest(seq_ids: list[int]) -> int:
+def row_digest(seq_ids: list[int]) -> int:
+    """Return the digest of rows with these sequences."""
     return crc32(array("q", seq_ids).tobytes())
 
 
@@ -140,7 +141,7 @@ class DecisionLog:
             "step": plan.step,
             "rows": len(plan.rows),
             "tokens": plan.num_tokens,
-            "plan": _plan_digest(plan),
+            "plan": plan_digest(plan),
         }
         for name in ("admitted", "preempted", "finished"):
             events = getattr(plan, name)
@@ -171,7 +172,7 @@ class DecisionLog:
         run = self._uniform_run
         if run is None or run.seq_ids != seq_ids:
             self._flush_uniform_run()
-            run = self._uniform_run = _UniformRun(seq_ids, 0, now_ns, _row_digest(seq_ids))
+            run = self._uniform_run = _UniformRun(seq_ids, 0, now_ns, row_digest(seq_ids))
         plan_allocations = [
             (0, i, block) for i, row in enumerate(plan.rows) for block in row.new_blocks
         ]

@@ -22,6 +22,7 @@ from forge import __version__
 from forge.config import MAX_GEOMETRY, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig
+from forge.kv_events import KVEventSink
 from forge.llm import load_policy
 from forge.models.hash import HashModel
 from forge.policies import policy_names, policy_path
@@ -359,8 +360,13 @@ class Scenario:
             seed=seed,
         )
 
-    def create_engine(self) -> tuple[Engine, VirtualClockModel]:
-        """Return a new engine at time 0, and its model."""
+    def create_engine(
+        self, kv_events: KVEventSink | None = None
+    ) -> tuple[Engine, VirtualClockModel]:
+        """Return a new engine at time 0, and its model.
+
+        kv_events   receives the changes of its prefix cache
+        """
         cost = parse_cost(self.cost, self.engine)
         if isinstance(cost, NoisyCost):
             cost = replace(cost, seed=self.seed)
@@ -370,7 +376,8 @@ class Scenario:
         model = VirtualClockModel(self._create_model(), Clock(), cost, link)
         host_tier = HostTier(num_blocks=self.host_blocks) if self.host_blocks else None
         config = replace(self.engine, seed=self.seed, host_tier=host_tier)
-        return Engine(model, config, policy=load_policy(self.policy)), model
+        policy = load_policy(self.policy)
+        return Engine(model, config, policy=policy, kv_events=kv_events), model
 
     def _create_model(self) -> Model:
         if self.model == "lengths":

@@ -177,7 +177,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress"),
     ),
     "sim": (
-        *("commands", "reports", "run_options", "exploration", "sweep", "baselines", "eviction"),
+        *("commands", "fleet_command", "reports", "run_options", "exploration", "sweep"),
+        *("baselines", "eviction", "fleet_scenario", "fleet_log", "fleet"),
         *("scenario", "fast_forward", "faults", "world", "session_metrics", "block_accesses"),
         *("answer_recorder", "decision_log", "wall_clock", "clock", "calibration"),
         *("cost", "workloads", "metrics"),
