@@ -28,8 +28,13 @@ from forge.routing.router import ReplicaLoad, Router, RoutingRequest
 class IndexFeed(Protocol):
     """Source of what the index holds."""
 
-    def on_route(self, index: PrefixIndex, replica_id: int, hashes: Sequence[BlockHash]) -> None:
-        """Handle a request of these blocks that was routed to the replica."""
+    def on_route(
+        self, index: PrefixIndex, replica_id: int, hashes: Sequence[BlockHash], num_held: int
+    ) -> None:
+        """Handle a request of these blocks that was routed to the replica.
+
+        num_held   the first blocks that the index has found there
+        """
         ...
 
     def on_events(self, index: PrefixIndex, replica_id: int, events: Sequence[KVEvent]) -> None:
@@ -40,7 +45,9 @@ class IndexFeed(Protocol):
 class EventFeed:
     """The index follows the KV events of replicas: exact, as late as they come."""
 
-    def on_route(self, index: PrefixIndex, replica_id: int, hashes: Sequence[BlockHash]) -> None:
+    def on_route(
+        self, index: PrefixIndex, replica_id: int, hashes: Sequence[BlockHash], num_held: int
+    ) -> None:
         """Do nothing: the blocks are held when they are computed."""
 
     def on_events(self, index: PrefixIndex, replica_id: int, events: Sequence[KVEvent]) -> None:
@@ -51,9 +58,11 @@ class EventFeed:
 class DecisionFeed:
     """The index expects that replicas hold what was routed to them: at once, and approximate."""
 
-    def on_route(self, index: PrefixIndex, replica_id: int, hashes: Sequence[BlockHash]) -> None:
+    def on_route(
+        self, index: PrefixIndex, replica_id: int, hashes: Sequence[BlockHash], num_held: int
+    ) -> None:
         """Expect that the replica holds the blocks soon."""
-        index.expect(replica_id, hashes)
+        index.expect(replica_id, hashes, num_held)
 
     def on_events(self, index: PrefixIndex, replica_id: int, events: Sequence[KVEvent]) -> None:
         """Do nothing: replicas need not publish events."""
@@ -175,17 +184,20 @@ class ReplicaTable:
             return None
         request = RoutingRequest(self.num_decisions, hashes, num_tokens, tenant, session_id)
         replica_ids = tuple(self._loads)
-        replica_id = self._router.route(
-            request,
-            tuple(self._loads.values()),
-            lambda hashes: self.index.prefix_lengths(hashes, replica_ids),
-        )
-        (num_blocks,) = self.index.prefix_lengths(hashes, (replica_id,))
+        lengths: list[int] = []
+
+        def find_prefix(hashes: Sequence[BlockHash]) -> Sequence[int]:
+            lengths[:] = self.index.prefix_lengths(hashes, replica_ids)
+            return lengths
+
+        replica_id = self._router.route(request, tuple(self._loads.values()), find_prefix)
+        # A router that goes by load alone has looked nothing up.
+        num_blocks = (lengths or find_prefix(hashes))[replica_ids.index(replica_id)]
         num_missing = num_tokens - num_tokens * num_blocks // max(1, len(hashes))
         self.num_decisions += 1
         self._requests[request_id] = RoutedRequest(replica_id, num_missing, has_begun=False)
         self._add_load(replica_id, 1, num_missing)
-        self._feed.on_route(self.index, replica_id, hashes)
+        self._feed.on_route(self.index, replica_id, hashes, num_blocks)
         return Decision(replica_id, num_blocks)
 
     def begin(self, request_id: int) -> None:

@@ -206,6 +206,20 @@ def test_only_new_blocks_are_stored_and_their_parent_is_the_shared_block() -> No
     assert sink == [[BlockStored((second,), first, prompt[4:8], 4, DEVICE)]]
 
 
+def test_a_prompt_that_is_computed_again_stores_its_new_blocks_only() -> None:
+    """Prompt logprobs need every position, so the request shares nothing that is published."""
+    sink: list[list[KVEvent]] = []
+    engine = create_engine(sink)
+    serve(engine, 0, range(1, 9), 1)
+    sink.clear()
+    prompt = tuple(range(1, 14))
+    engine.submit(request(1, prompt, max_tokens=1, prompt_logprobs=0))
+    while engine.has_work:
+        engine.step()
+    hashes = hashes_of(prompt[:12])
+    assert sink == [[BlockStored((hashes[2],), hashes[1], prompt[8:12], 4, DEVICE)]]
+
+
 def test_salts_have_other_hashes_for_the_same_tokens() -> None:
     sink: list[list[KVEvent]] = []
     engine = create_engine(sink)

@@ -78,15 +78,17 @@ def test_a_replica_that_comes_in_place_of_another_holds_nothing_of_it() -> None:
 
 def test_the_blocks_used_longest_ago_are_forgotten_first_and_of_a_prompt_its_last() -> None:
     index = create_index((), (A,), max_blocks=3)
-    index.expect(0, (A, B))
-    index.expect(0, (C, D))
+    index.expect(0, (A, B), 0)
+    index.expect(0, (C, D), 0)
     assert (index.num_blocks(0), index.num_forgotten) == (3, 1)
     assert index.prefix_lengths((A, B), (0, 1)) == [1, 1]
     assert index.prefix_lengths((C, D), (0, 1)) == [2, 0]
-    index.expect(0, (A,))  # used again, so D goes before it
-    index.expect(0, (B,))
+    index.expect(0, (A,), 1)  # used again, so D goes before it
+    index.expect(0, (B,), 0)
     assert index.prefix_lengths((C, D), (0,)) == [1]
     assert index.prefix_lengths((A,), (0,)) == [1]
+    index.expect(0, (D, C), 0)  # C is held after a block that is not: it is used again too
+    assert index.hashes(0, DEVICE) == [B, C, D]
 
 
 def test_many_replicas_come_and_go_and_every_length_is_that_of_a_plain_search() -> None:

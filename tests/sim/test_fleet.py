@@ -164,13 +164,16 @@ def test_a_log_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
 
 
 def test_the_router_sees_the_end_of_a_request_when_its_step_has_ended() -> None:
-    """Request 0 runs from 0 to 1 ms. At 0.5 ms its replica is not free yet, at 1.5 ms it is.
+    """Steps take 1 ms. Request 1 ends on replica 1 at 3.2 ms, after three steps.
 
-    Replica 1 has request 1, of many steps, then.
+    So at 3.1 ms each replica has a request, and the fifth decision takes the first one in turn.
     """
-    arrivals = [(0, 20, 1), (MS // 2, 20, 9), (3 * MS // 2, 20, 1)]
+    times_us = (0, 200, 300, 2500, 3100)
+    outputs = (1, 3, 1, 9, 1)
+    arrivals = [(1000 * at, 20, output) for at, output in zip(times_us, outputs, strict=True)]
     _, record = run_fixed(arrivals, 2)
-    assert record.routes == [(0, 0, 0), (1, MS // 2, 1), (2, 3 * MS // 2, 0)]
+    assert [replica for _, _, replica in record.routes] == [0, 1, 0, 0, 0]
+    assert (1, "length", 3_200_000) in record.ends
 
 
 def test_replicas_work_at_the_same_time() -> None:
