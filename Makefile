@@ -22,7 +22,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # The quick ones of those that are there for the core: they reach all of it. `make test` runs these
 # and many more, which look for what goes wrong there and reach nothing else.
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
-  $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache kv_events policy \
+  $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache kv_event_wire kv_events policy \
     proposers scheduler seam session_timers sessions sessions_hostile speculation speculation_edges step_bound \
     structured_output uniform_steps) \
   engine/test_engine engine/test_llm engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry \

@@ -460,7 +460,7 @@ def _add_sweep(parser: Parser) -> None:
 def _add_fleet(parser: Parser) -> None:
     """Run replicas behind a router, and compare routers and numbers of replicas."""
     outputs = [each for each in OUTPUT_OPTIONS if each.name in ("log", "json")]
-    _configure(parser, run_fleet, (*FLEET_OPTIONS, *outputs))
+    _configure(parser, run_fleet, (*FLEET_OPTIONS, *RUN_OPTIONS, *outputs))
 
 
 def _add_eviction(parser: Parser) -> None:

@@ -53,9 +53,9 @@ STARTS_OPTION = define_option(
 )
 FLEET_OPTIONS = (
     *(REPLICAS_OPTION, ROUTERS_OPTION, BLOCKS_OPTION, FEED_OPTION),
-    *(DEATHS_OPTION, STARTS_OPTION, SEEDS_OPTION, *RUN_OPTIONS),
+    *(DEATHS_OPTION, STARTS_OPTION, SEEDS_OPTION),
 )
-"""Options of a fleet, besides its output files."""
+"""Options of a fleet, besides those of a run and its output files."""
 
 FLEET_COLUMNS = (
     Column("shared %", 10, share_percent, ".1f"),
@@ -94,9 +94,7 @@ def simulate_fleet(settings: Settings, open_output: OpenOutput) -> FleetRecord:
     }
     if not axes["num_blocks"]:
         del axes["num_blocks"]
-    explicit = settings.explicit - {each.name for each in FLEET_OPTIONS} | (
-        settings.explicit & {each.name for each in RUN_OPTIONS}
-    )
+    explicit = settings.explicit & {each.name for each in RUN_OPTIONS}
     explicit |= {"num_blocks"} & axes.keys()
     if values[SEEDS_OPTION.name] < 1:
         raise InvalidConfig(

@@ -101,6 +101,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
     "outputs": {"request", "tokenizer"},
     "progress": {"outputs"},
+    "kv_event_wire": {"errors", "kv_events"},
+    "load_report": {"scheduler"},
     "routing.*": {"blocks", "errors", "kv_events", "routing.*"},
     "llm": ENGINE_AND_BELOW
     | {"models.*", "outputs", "overhead", "progress"}
@@ -133,6 +135,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
         *("cuda", "flashinfer", "numpy", "torch", "triton"),
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
     },
+    "kv_event_wire": {"msgspec"},
     "progress": {"tqdm"},
     "structured_output": {"llguidance"},
     "grammar_sandbox": {"llguidance"},
@@ -163,6 +166,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "cli.main": {"bench.*", "sim.*"},
     "models.loader": {"models.hf.*"},
     "engine": {"structured_output"},
+    "kv_event_wire": {"msgspec"},
     "progress": {"tqdm"},
 }
 

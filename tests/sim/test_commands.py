@@ -24,6 +24,7 @@ from forge.sim.commands import (
     OUTPUT_OPTIONS,
     REPLAY_OPTIONS,
 )
+from forge.sim.fleet_command import FLEET_OPTIONS
 from forge.sim.reports.run_history import KINDS
 from forge.sim.run_options import AXIS_OPTIONS, RUN_OPTIONS, SEEDS_OPTION
 from tests.cli.test_cli import format_cells, format_default, format_flag, parse_tables
@@ -600,13 +601,15 @@ def rows_of(table: tuple[Any, ...]) -> list[str]:
 
 
 def test_the_page_has_a_row_for_every_option() -> None:
-    baselines, figures, run, files, faults, axes, replay, calibrate, explore = parse_tables(PAGE)
+    baselines, figures, run, files, faults, axes, fleet, *rest = parse_tables(PAGE)
+    replay, calibrate, explore = rest
     assert len(figures) == 3
     assert run == rows_of(RUN_OPTIONS)
     assert files == [*rows_of(OUTPUT_OPTIONS), "| `--draw` | | draw every step on the terminal |"]
     assert faults == rows_of(FAULT_OPTIONS)
     assert baselines == rows_of((BASELINES_OPTION,))
     assert axes == rows_of((*AXIS_OPTIONS, SEEDS_OPTION))
+    assert fleet == rows_of(FLEET_OPTIONS)
     assert replay == rows_of(REPLAY_OPTIONS)
     assert calibrate == rows_of(CALIBRATION_OPTIONS)
     assert explore == rows_of(EXPLORATION_OPTIONS)
