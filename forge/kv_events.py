@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 MEDIA = (DEVICE, HOST, DISK)
-"""Where a block is: in the memory of the device, in a pool of host memory, or in a file."""
+"""Places of a block: the memory of the device, a pool of host memory, a file."""
 
 
 class BlockStored(NamedTuple):

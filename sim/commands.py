@@ -283,7 +283,7 @@ def _parse_num_seeds(values: Mapping[str, Any]) -> int:
 
 
 def run_fleet(args: argparse.Namespace, settings: Settings) -> int:
-    """Run replicas behind a router on one virtual clock, and print a report or a table."""
+    """Run replicas and a router on one virtual clock, and print a report or a table."""
     with ExitStack() as files:
         record = simulate_fleet(settings, lambda path: _open_output(path, files))
     _write_json(settings.values["json"], record._asdict())
@@ -458,7 +458,7 @@ def _add_sweep(parser: Parser) -> None:
 
 
 def _add_fleet(parser: Parser) -> None:
-    """Run replicas behind a router, and compare routers and numbers of replicas."""
+    """Run replicas and a router, and compare routers and numbers of replicas."""
     outputs = [each for each in OUTPUT_OPTIONS if each.name in ("log", "json")]
     _configure(parser, run_fleet, (*FLEET_OPTIONS, *RUN_OPTIONS, *outputs))
 

@@ -106,7 +106,7 @@ class Replica:
 
 
 class _Delivery(NamedTuple):
-    """What a step of a replica has returned."""
+    """Results of a step of a replica."""
 
     replica: Replica
     step: VirtualClockStep | None
@@ -282,7 +282,7 @@ class Fleet:
         lost = self.table.leave(replica_id)
         for observer in self._observers:
             observer.on_death(replica_id, self.now_ns)
-        for request_id in lost.begun:
+        for request_id in lost.started:
             self._fail(request_id, REPLICA_DIED)
         for request_id in lost.waiting:
             if self._open[request_id].has_client:

@@ -73,7 +73,7 @@ FLEET_COLUMNS = (
 
 
 class FleetRecord(NamedTuple):
-    """What a command writes to the file of `--json`."""
+    """Content of the file of `--json`."""
 
     title: str
     header: Mapping[str, Any]

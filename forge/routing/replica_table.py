@@ -72,16 +72,16 @@ class RoutedRequest(NamedTuple):
     """An open request.
 
     num_prefill_tokens   prompt tokens that its replica lacked when it was routed; 0 once it has
-                         begun
+                         started
     """
 
     replica_id: int
     num_prefill_tokens: int
-    has_begun: bool
+    has_started: bool
 
 
 class Decision(NamedTuple):
-    """Where a request was routed.
+    """Replica of a request.
 
     num_prefix_blocks   first blocks of its prompt that the replica holds, as far as is known
     """
@@ -93,12 +93,12 @@ class Decision(NamedTuple):
 class LostRequests(NamedTuple):
     """Ids of the requests of a replica that has left, in the order in which they were routed.
 
-    waiting   have not begun: they can be routed again
-    begun     have failed: their clients have a part of the answer
+    waiting   have not started: they can be routed again
+    started     have failed: their clients have a part of the answer
     """
 
     waiting: tuple[int, ...]
-    begun: tuple[int, ...]
+    started: tuple[int, ...]
 
 
 class ReplicaTable:
@@ -152,8 +152,8 @@ class ReplicaTable:
         for request_id in lost:
             del self._requests[request_id]
         return LostRequests(
-            tuple(i for i, request in lost.items() if not request.has_begun),
-            tuple(i for i, request in lost.items() if request.has_begun),
+            tuple(i for i, request in lost.items() if not request.has_started),
+            tuple(i for i, request in lost.items() if request.has_started),
         )
 
     def follow(self, replica_id: int, events: Sequence[KVEvent]) -> None:
@@ -195,7 +195,7 @@ class ReplicaTable:
         num_blocks = (lengths or find_prefix(hashes))[replica_ids.index(replica_id)]
         num_missing = num_tokens - num_tokens * num_blocks // max(1, len(hashes))
         self.num_decisions += 1
-        self._requests[request_id] = RoutedRequest(replica_id, num_missing, has_begun=False)
+        self._requests[request_id] = RoutedRequest(replica_id, num_missing, has_started=False)
         self._add_load(replica_id, 1, num_missing)
         self._feed.on_route(self.index, replica_id, hashes, num_blocks)
         return Decision(replica_id, num_blocks)
@@ -203,9 +203,9 @@ class ReplicaTable:
     def begin(self, request_id: int) -> None:
         """Note that a part of the answer has reached the client. A second call changes nothing."""
         request = self._requests[request_id]
-        if not request.has_begun:
+        if not request.has_started:
             self._add_load(request.replica_id, 0, -request.num_prefill_tokens)
-            self._requests[request_id] = RoutedRequest(request.replica_id, 0, has_begun=True)
+            self._requests[request_id] = RoutedRequest(request.replica_id, 0, has_started=True)
 
     def end(self, request_id: int) -> None:
         """Forget a request that has ended, or that its replica has refused."""

@@ -28,7 +28,7 @@ from forge.errors import InvalidConfig
 
 
 class RoutingRequest(NamedTuple):
-    """What a router may know of a request.
+    """Properties of a request that a router may read.
 
     number       decisions before this one
     hashes       of the full blocks of its prompt that can be shared, first block first
@@ -46,7 +46,7 @@ class ReplicaLoad(NamedTuple):
     """A replica that accepts requests, and what was routed to it and has not ended.
 
     num_requests         requests
-    num_prefill_tokens   prompt tokens that it lacked when they came, of those that have not begun
+    num_prefill_tokens   prompt tokens that it lacked when they came, of those that have not started
     """
 
     id: int

@@ -92,7 +92,7 @@ def test_a_replica_that_leaves_returns_its_requests_by_whether_they_have_begun()
     assert [route(table, n) for n in range(6)] == [0, 1, 0, 1, 0, 1]
     table.begin(2)
     table.end(4)
-    assert table.leave(0) == LostRequests(waiting=(0,), begun=(2,))
+    assert table.leave(0) == LostRequests(waiting=(0,), started=(2,))
     assert table.active_ids == (1,)
     assert route(table, 0) == 1
     assert table.load(1).num_requests == 4
@@ -129,7 +129,7 @@ def test_every_request_is_on_one_replica_until_it_ends(feed: IndexFeed) -> None:
     rng = Random(3)
     table = create_table(0, PrefixAware(), feed)
     where: dict[int, int] = {}
-    begun: set[int] = set()
+    started: set[int] = set()
     reached: dict[str, int] = dict.fromkeys(("moved", "failed", "drained", "none"), 0)
     for step in range(3000):
         present = table.active_ids + table.draining_ids
@@ -138,11 +138,11 @@ def test_every_request_is_on_one_replica_until_it_ends(feed: IndexFeed) -> None:
         elif present and rng.random() < 0.03:
             gone = rng.choice(present)
             lost = table.leave(gone)
-            assert {*lost.waiting, *lost.begun} == {i for i, r in where.items() if r == gone}
-            assert {*lost.begun} == {i for i, r in where.items() if r == gone} & begun
+            assert {*lost.waiting, *lost.started} == {i for i, r in where.items() if r == gone}
+            assert {*lost.started} == {i for i, r in where.items() if r == gone} & started
             where = {i: r for i, r in where.items() if r != gone}
             reached["moved"] += len(lost.waiting)
-            reached["failed"] += len(lost.begun)
+            reached["failed"] += len(lost.started)
         elif table.active_ids and rng.random() < 0.03:
             table.drain(rng.choice(table.active_ids))
             reached["drained"] += 1
@@ -150,7 +150,7 @@ def test_every_request_is_on_one_replica_until_it_ends(feed: IndexFeed) -> None:
             request_id = rng.choice(list(where))
             if rng.random() < 0.5:
                 table.begin(request_id)
-                begun.add(request_id)
+                started.add(request_id)
             else:
                 table.end(request_id)
                 del where[request_id]
@@ -165,6 +165,6 @@ def test_every_request_is_on_one_replica_until_it_ends(feed: IndexFeed) -> None:
             mine = [i for i, r in where.items() if r == each]
             assert table.load(each).num_requests == len(mine)
             assert table.index.num_blocks(each) <= 8
-            if begun.issuperset(mine):
+            if started.issuperset(mine):
                 assert table.load(each).num_prefill_tokens == 0
     assert min(reached.values()) > 20

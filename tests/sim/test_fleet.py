@@ -43,15 +43,15 @@ class Record:
     routes   (request, time, replica) of each decision; None: it waits
     steps    (time, plan) of each step, by replica
     ends     (request, why, time) of each choice
-    begun    requests of which something was delivered
+    started    requests of which something was delivered
     """
 
     def __init__(self) -> None:
         self.routes: list[tuple[int, int, int | None]] = []
         self.steps: dict[int, list[tuple[int, str]]] = {}
         self.ends: list[tuple[int, str, int]] = []
-        self.begun: set[int] = set()
-        self.begun_at_death: set[int] = set()
+        self.started: set[int] = set()
+        self.started_at_death: set[int] = set()
         self.refusals: list[str] = []
 
     def on_route(
@@ -77,7 +77,7 @@ class Record:
             self.steps.setdefault(replica, []).append((now_ns, repr(step.plan)))
         for delta in deltas:
             assert isinstance(delta, Delta)
-            self.begun.add(delta.request_id)
+            self.started.add(delta.request_id)
             if delta.finish is not None:
                 self.ends.append((delta.request_id, delta.finish.value, now_ns))
 
@@ -85,7 +85,7 @@ class Record:
         """Do nothing."""
 
     def on_death(self, replica_id: int, now_ns: int) -> None:
-        self.begun_at_death = set(self.begun)
+        self.started_at_death = set(self.started)
 
     def on_failure(self, request_id: int, now_ns: int, why: str) -> None:
         self.ends.append((request_id, why, now_ns))
@@ -192,7 +192,7 @@ def test_requests_of_a_replica_that_dies_move_or_fail_and_none_is_lost() -> None
     failed = {i for i, why in ends.items() if why == "replica_died"}
     first = {i: replica for i, _, replica in reversed(record.routes)}
     at_death = {i for i in range(21) if first[i] == 0}
-    assert failed == at_death & record.begun_at_death
+    assert failed == at_death & record.started_at_death
     moved = at_death - failed
     assert moved and failed
     assert fleet.num_moved == len(moved) == len(record.routes) - 40
