@@ -1,4 +1,4 @@
-"""Fleet: replicas of the real engine behind a router, on one time line, from one seed.
+"""Fleet: replicas of the real engine and a router, on one time line, from one seed.
 
 Owns the order of events and the life of replicas. Knows no routing rule: a ReplicaTable decides.
 Replicas work at the same time, so each has its own position on the time line. What a step returns

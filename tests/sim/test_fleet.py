@@ -1,4 +1,4 @@
-"""Fleet: replicas of the real engine behind a router, on one time line."""
+"""Fleet: replicas of the real engine and a router, on one time line."""
 
 from __future__ import annotations
 
