@@ -8,9 +8,11 @@ from random import Random
 
 import pytest
 
-from forge.blocks import chain_hashes, root_hash
-from forge.config import EngineConfig, HostTier
+from forge.blocks import BlockPool, chain_hashes, root_hash
+from forge.config import DiskTier, EngineConfig, HostTier
+from forge.disk_cache import DiskCache
 from forge.engine import Engine
+from forge.host_cache import HostCache
 from forge.kv_events import (
     DEVICE,
     DISK,
@@ -27,7 +29,7 @@ from forge.models.logits import FaultHooks
 from forge.policy import POLICIES
 from forge.request import Delta
 from forge.routing.prefix_index import PrefixIndex
-from forge.seam import StepPlan
+from forge.seam import FileAnswer, StepPlan
 from forge.sim.fast_forward import run_fast_forward
 from forge.sim.scenario import Scenario
 from tests.core.builders import config, request
@@ -285,6 +287,23 @@ def test_keys_of_files_are_stored_on_disk() -> None:
     engine.add_disk_keys([b"a", b"b", b"a"])
     size = world.config.block_size
     assert sink == [[BlockStored((key,), None, (), size, DISK) for key in (b"a", b"b")]]
+
+
+def test_a_file_that_is_missed_after_its_key_gave_way_is_removed_once() -> None:
+    """One file is known at a time: while the first is fetched, another one takes its place."""
+    log, tier = KVEventLog(4), DiskTier(max_files=1)
+    host_tier = HostTier(num_blocks=2, disk=tier)
+    disk = DiskCache(tier, HostCache(host_tier, BlockPool(4, 4, log), log), log)
+    disk.add_keys([b"a"])
+    assert disk.request_fetches(0, [b"a"], is_idle=False)
+    _, (fetch,) = disk.plan_moves(0)
+    disk.add_keys([b"b"])
+    disk.commit_answers([FileAnswer(0, fetch.host_block, False)])
+    assert log.take() == [
+        BlockStored((b"a",), None, (), 4, DISK),
+        BlockStored((b"b",), None, (), 4, DISK),
+        BlockRemoved((b"a",), DISK),
+    ]
 
 
 def test_an_engine_without_a_sink_builds_no_event() -> None:
