@@ -295,7 +295,7 @@ def test_a_file_that_is_missed_after_its_key_gave_way_is_removed_once() -> None:
     host_tier = HostTier(num_blocks=2, disk=tier)
     disk = DiskCache(tier, HostCache(host_tier, BlockPool(4, 4, log), log), log)
     disk.add_keys([b"a"])
-    assert disk.request_fetches(0, [b"a"], is_idle=False)
+    assert disk.request_fetches(0, 0, [b"a"], is_idle=False)
     _, (fetch,) = disk.plan_moves(0)
     disk.add_keys([b"b"])
     disk.commit_answers([FileAnswer(0, fetch.host_block, False)])
