@@ -479,9 +479,9 @@ IN_FORM = {
 """Fields that the canonical form has, under another name or by their order."""
 
 NOT_IN_FORM = {
-    # Constants of a world.
+    # Constants of a world. The log of KV events is None, and only written otherwise.
     Scheduler: "config drafter disk_cache _has_host_tier _vocab_size _end_ids _create_stop_checker "
-    "_create_matcher _acceptance "
+    "_create_matcher _acceptance _kv_events "
     # Statistics and events, and numbers whose order alone matters.
     "num_queried_tokens num_uncached_tokens num_preemptions num_draft_tokens "
     "num_accepted_tokens cached_tokens resumed_tokens num_loaded_tokens new_request_ids "
@@ -489,11 +489,11 @@ NOT_IN_FORM = {
     "_finished_events _next_seq_id",
     # Protected hashes are those of chains. _ref_counts and _block_by_hash follow from the others.
     BlockPool: "block_size num_evictions num_copies peak_used_blocks _ref_counts _block_by_hash "
-    "_protected_hashes",
+    "_protected_hashes _kv_events",
     # Pins and reserved hashes follow from loads and stores. No world has files, or another size.
     HostCache: "num_blocks num_stored_blocks num_loaded_blocks num_evictions _tier _pool "
-    "_block_by_hash _pins _reserved_hashes unspilled_blocks",
-    PrefixCache: "_config _pool _host_cache",
+    "_block_by_hash _pins _reserved_hashes unspilled_blocks _kv_events",
+    PrefixCache: "_config _pool _host_cache _kv_events",
     CommitGate: "",
     # row_index is where a plan in flight has the sequence's row.
     Sequence: "params bind stop_ids stop_checker matcher row_index cached_tokens",
