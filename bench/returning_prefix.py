@@ -32,9 +32,10 @@ SEED = 0
 MAX_FILLS = 3
 """Most times that prefixes which are not in host memory yet are computed and displaced again."""
 
-PRESSURE_SHARE = 6
-"""Traffic that fills the device has one sequence for so many blocks. Each grows block by block, so
-no plan takes more blocks than the plans before it could store."""
+PRESSURE_SHARE = 10
+"""Traffic that fills the device has one sequence for so many blocks. All of them may need their
+next block in one plan: fewer than `min_clean_percent` of the device's blocks, which are free
+without a loss."""
 
 FILLER_TOKENS = 2048
 """Most tokens of a prompt whose only purpose is to displace others."""

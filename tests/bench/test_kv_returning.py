@@ -58,6 +58,23 @@ def test_every_sample_of_a_run_is_of_its_tier() -> None:
         assert figures["ttft_ms_max"] == pytest.approx(max(times_ms), abs=1e-3)
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 8192])
+def test_prefixes_are_in_host_memory_after_one_fill(
+    max_num_batched_tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks that many sequences need at once would displace what is not stored yet."""
+    load = create_load((64, 256, 1024), 1, 16)
+    options = engine_options(
+        "hash", load, {"depth": 2, "max_num_batched_tokens": max_num_batched_tokens}
+    )
+    with LLM("hash", **options) as llm:
+        ReturningRun(ForgeTiers(llm, prompt_id_range(llm.engine.model.vocab_size())), load).fill()
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[2].split("  ")[-1] for line in shown] == [
+        "filled; not in host memory: none"
+    ]
+
+
 def test_tokens_from_elsewhere_are_an_error_and_no_figure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
