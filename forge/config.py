@@ -170,13 +170,15 @@ class DiskTier:
     max_files        most files that are remembered
     max_moves        most files that are written and read at a time; half of them, rounded up, are
                      written at most
-    max_wait_plans   plans after which files that are written or read are given up
+    max_wait_plans   plans after which files that are written or read are given up: by
+                     then 64 files of 9 MiB come from a disk of 0.25 GB/s, where a plan takes
+                     2.5 ms. A plan without rows takes 0.02 s at most
     fetch_block_ns   nanoseconds of reading a file while others are read, where LoadCosts are given
     """
 
     max_files: int
     max_moves: int = 64
-    max_wait_plans: int = 100
+    max_wait_plans: int = 1000
     fetch_block_ns: int = 0
 
     def __post_init__(self) -> None:
