@@ -52,6 +52,21 @@ assert hasattr(providers, "is_local_module_file"), "hypothesis finds constants i
 providers.is_local_module_file = lambda path: False
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
+    """Folder of what starts write for later starts, here and in processes of a test.
+
+    The user's own would make a start of a test depend on tests of another day.
+    """
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    with pytest.MonkeyPatch.context() as patch:
+        # Checkpoints that the user has fetched stay where they are.
+        patch.setenv("HF_HOME", os.environ.get("HF_HOME") or str(user_cache / "huggingface"))
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
 @pytest.fixture
 def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     """A time that passes only where something sleeps or reads it."""

@@ -252,6 +252,11 @@ def test_the_oldest_records_are_removed(cache: Path) -> None:
 # Starts.
 
 
+def test_the_users_records_are_not_those_of_tests() -> None:
+    folder = decoder_record.cache_folder("decoders")
+    assert folder is not None and not folder.is_relative_to(Path.home() / ".cache")
+
+
 def start_and_generate(
     folder: Path, caplog: pytest.LogCaptureFixture, **options: Any
 ) -> tuple[str, list[int]]:
