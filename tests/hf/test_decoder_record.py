@@ -163,6 +163,23 @@ def test_weights_that_the_files_have_under_other_names_have_no_record(folder: Pa
     assert record_fused(module, fused, layers, folder) is None
 
 
+@pytest.mark.parametrize("change", ["other shapes", "cut short", "removed"])
+def test_weights_that_cannot_be_read_again_have_no_record(folder: Path, change: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    module, fused, layers = fused_decoder(folder, "auto", "float32")
+    path = folder / "model.safetensors"
+    if change == "other shapes":
+        name = "model.layers.0.self_attn.k_proj.weight"
+        weights = load_file(path)
+        save_file({**weights, name: weights[name][:, :1].contiguous()}, path)
+    elif change == "cut short":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    assert record_fused(module, fused, layers, folder) is None
+
+
 # What a record depends on.
 
 

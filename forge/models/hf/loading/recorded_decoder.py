@@ -13,6 +13,7 @@ to the tensor of the decoder that it was made from.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,14 +21,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from forge.errors import InvalidConfig, one_line
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.decoders.fused_decoder import FusedDecoder, gate_up_names, qkv_names
 from forge.models.hf.loading.checkpoint import GIB, RANDOM_SEED, RANDOM_STD, mean_layer_weights
 from forge.models.hf.loading.checkpoint_files import weight_files
 from forge.models.hf.loading.decoder_record import DecoderRecord, find_sources
 from forge.models.hf.progress import log_phase, show_progress
+
+log = logging.getLogger("forge.start")
 
 NUM_READ_THREADS = 8
 """Threads that copy the weights of one layer to the device."""
@@ -216,15 +220,22 @@ def _layer_names(layer: Any, name_of: Any) -> list[list[str]]:
 
 
 def _rebuilds(record: DecoderRecord, fused: FusedDecoder, folder: Path, load_format: str) -> bool:
-    """Return whether the record gives every tensor of the decoder, to the last bit."""
-    with open_reader(record, folder, load_format, fused.device) as reader:
-        rebuilt = recorded_tensors(record, reader, fused.device)
-        try:
+    """Return whether the record gives every tensor of the decoder, to the last bit.
+
+    Whatever keeps it from being rebuilt, the compared decoder serves.
+    """
+    try:
+        with open_reader(record, folder, load_format, fused.device) as reader:
+            rebuilt = recorded_tensors(record, reader, fused.device)
             return all(
                 _have_equal_bits(a, b) for a, b in zip(rebuilt, fused.tensors(), strict=True)
             )
-        except KeyError:
-            return False  # transformers has read this weight from another name.
+    except KeyError:
+        return False  # transformers has read this weight from another name.
+    # Files that changed since they were loaded, or a GPU without memory for two layers more.
+    except (InvalidConfig, OSError, RuntimeError, SafetensorError) as error:
+        log.info("this start is not recorded: %s", one_line(error))
+        return False
 
 
 def _have_equal_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
