@@ -126,7 +126,7 @@ def test_every_tensor_of_a_recorded_decoder_has_the_bits_of_the_compared_one(
     record = decode_record(encode_record(record))
     assert record is not None
     with open_reader(record, checkpoints / family, load_format, CPU) as reader:
-        tensors = list(recorded_tensors(record, reader, CPU))
+        tensors = list(recorded_tensors(record, reader, CPU, lambda count: None))
     rebuilt = FusedDecoder.from_tensors(
         TorchOps(), record.layers[0], record.eps, len(record.layers), tensors
     )

@@ -42,12 +42,21 @@ def show_progress(phase: str, total: int) -> Iterator[Callable[[int], object]]:
 
     Yield a function that takes the number of pieces done since its last call.
     """
-    with log_phase(f"{phase}: {total}"):
-        if has_progress_bars():
-            with hf_logging.tqdm(total=total, desc=phase) as bar:
-                yield bar.update
-        else:
-            yield lambda done: None
+    with log_phase(f"{phase}: {total}"), show_bar(phase, total) as advance:
+        yield advance
+
+
+@contextmanager
+def show_bar(phase: str, total: int) -> Iterator[Callable[[int], object]]:
+    """Show a phase of `total` pieces as a bar where bars are shown, and log nothing.
+
+    Yield a function that takes the number of pieces done since its last call.
+    """
+    if has_progress_bars():
+        with hf_logging.tqdm(total=total, desc=phase) as bar:
+            yield bar.update
+    else:
+        yield lambda done: None
 
 
 @contextmanager

@@ -37,10 +37,7 @@ from forge.models.hf.decoders.compiled_decoder import (
 )
 from forge.models.hf.decoders.fused_decoder import FusedDecoder, fuse
 from forge.models.hf.decoders.interface import Decoder
-from forge.models.hf.decoders.module_decoder import (
-    ATTENTION_NAME,
-    ModuleDecoder,
-)
+from forge.models.hf.decoders.module_decoder import ATTENTION_NAME, ModuleDecoder
 from forge.models.hf.kv_cache import KVCache
 from forge.models.hf.loading.checkpoint import (
     Checkpoint,
@@ -49,9 +46,7 @@ from forge.models.hf.loading.checkpoint import (
     load_module,
     mean_layer_weights,
 )
-from forge.models.hf.loading.decoder_record import (
-    DecoderRecord,
-)
+from forge.models.hf.loading.decoder_record import DecoderRecord
 from forge.models.hf.loading.kernel_selection import (
     import_kernel_libraries,
     select_attention,
@@ -260,8 +255,7 @@ def load_recorded_decoder(
                 show_reading(record, options.load_format) as advance,
                 open_reader(record, folder, options.load_format, device) as reader,
             ):
-                tensors = list(recorded_tensors(record, reader, device))
-                advance(len(record.shapes))
+                tensors = list(recorded_tensors(record, reader, device, advance))
             with start.phase("kernel libraries"):
                 libraries.result()
         kv_cache_spec = select_kv_cache_spec(layers, dtype, device)

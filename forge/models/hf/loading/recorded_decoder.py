@@ -29,7 +29,7 @@ from forge.models.hf.decoders.fused_decoder import FusedDecoder, gate_up_names, 
 from forge.models.hf.loading.checkpoint import GIB, RANDOM_SEED, RANDOM_STD, mean_layer_weights
 from forge.models.hf.loading.checkpoint_files import weight_files
 from forge.models.hf.loading.decoder_record import DecoderRecord, find_sources
-from forge.models.hf.progress import log_phase, show_progress
+from forge.models.hf.progress import log_phase, show_bar, show_progress
 
 log = logging.getLogger("forge.start")
 
@@ -101,12 +101,16 @@ def show_reading(record: DecoderRecord, load_format: str) -> Iterator[Callable[[
 
     Yield a function that takes the number of parameters read since its last call.
     """
+    num_parameters = len(record.shapes)
     if load_format == "dummy":
-        with show_progress("initializing weights", len(record.shapes)) as advance:
+        with show_progress("initializing weights", num_parameters) as advance:
             yield advance
     else:
-        with log_phase(f"loading weights: {record.weight_bytes / GIB:.1f} GiB"):
-            yield lambda count: None
+        with (
+            log_phase(f"loading weights: {record.weight_bytes / GIB:.1f} GiB"),
+            show_bar("Loading weights", num_parameters) as advance,
+        ):
+            yield advance
 
 
 @contextmanager
@@ -122,19 +126,31 @@ def open_reader(
 
 
 def recorded_tensors(
-    record: DecoderRecord, reader: WeightReader, device: torch.device
+    record: DecoderRecord,
+    reader: WeightReader,
+    device: torch.device,
+    advance: Callable[[int], object],
 ) -> Iterator[torch.Tensor | None]:
-    """Yield the tensors of the record's decoder, in the order of `FusedDecoder.tensors`."""
-    (embedding,) = reader.read([[record.embedding]])
+    """Yield the tensors of the record's decoder, in the order of `FusedDecoder.tensors`.
+
+    advance   called with the number of parameters read since its last call
+    """
+
+    def read(parts: Sequence[Sequence[str]]) -> list[torch.Tensor | None]:
+        tensors = reader.read(parts)
+        advance(sum(map(len, parts)))
+        return tensors
+
+    (embedding,) = read([[record.embedding]])
     yield embedding
     yield from _cos_sin(record, device)
     for parts in record.layer_names:
-        yield from reader.read(parts)
-    yield from reader.read([[record.norm]])
+        yield from read(parts)
+    yield from read([[record.norm]])
     if record.head == record.embedding:
         yield embedding
     else:
-        yield from reader.read([[record.head]])
+        yield from read([[record.head]])
 
 
 def _cos_sin(record: DecoderRecord, device: torch.device) -> Iterator[torch.Tensor]:
@@ -225,8 +241,11 @@ def _rebuilds(record: DecoderRecord, fused: FusedDecoder, folder: Path, load_for
     Whatever keeps it from being rebuilt, the compared decoder serves.
     """
     try:
-        with open_reader(record, folder, load_format, fused.device) as reader:
-            rebuilt = recorded_tensors(record, reader, fused.device)
+        with (
+            show_bar("Checking the record", len(record.shapes)) as advance,
+            open_reader(record, folder, load_format, fused.device) as reader,
+        ):
+            rebuilt = recorded_tensors(record, reader, fused.device, advance)
             return all(
                 _have_equal_bits(a, b) for a, b in zip(rebuilt, fused.tensors(), strict=True)
             )
