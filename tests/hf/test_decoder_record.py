@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from forge import LLM, SamplingParams  # noqa: E402
+from forge.config import DeviceOptions  # noqa: E402
 from forge.models.hf.decoders.fused_decoder import FusedDecoder  # noqa: E402
 from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     ATTENTION_NAME,
@@ -36,6 +37,7 @@ from forge.models.hf.loading.decoder_record import (  # noqa: E402
     record_key,
     write_record,
 )
+from forge.models.hf.loading.model_loader import open_inspected  # noqa: E402
 from forge.models.hf.loading.recorded_decoder import (  # noqa: E402
     create_record,
     open_reader,
@@ -43,6 +45,7 @@ from forge.models.hf.loading.recorded_decoder import (  # noqa: E402
 )
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
+from forge.start_log import StartLog  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -224,6 +227,41 @@ def test_weights_of_another_size_are_another_key(folder: Path) -> None:
     assert key_of(folder) != before
 
 
+def test_weights_under_other_names_in_a_file_of_equal_size_and_time_are_another_key(
+    folder: Path,
+) -> None:
+    before, path = key_of(folder), folder / "model.safetensors"
+    status, content = path.stat(), path.read_bytes()
+    path.write_bytes(content.replace(b"model.norm.weight", b"model.morn.weight"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size and path.read_bytes() != content
+    assert key_of(folder) != before
+
+
+def test_every_file_that_an_index_may_name_is_in_the_key(folder: Path) -> None:
+    path = (folder / "model.safetensors").rename(folder / "shard-1.safetensors")
+    before = key_of(folder)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    assert key_of(folder) != before
+
+
+def test_files_may_have_names_that_are_no_text(folder: Path) -> None:
+    before = key_of(folder)
+    for suffix in (".json", ".safetensors"):
+        (folder / f"caf\udce9{suffix}").write_bytes(b"{}")
+    assert key_of(folder) != before
+
+
+def test_variables_that_choose_a_compiler_are_another_key(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key_of(checkpoints / "qwen3")
+    monkeypatch.setenv("HOLIDAY", "1")
+    assert key_of(checkpoints / "qwen3") == before
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
+    assert key_of(checkpoints / "qwen3") != before
+
+
 @pytest.mark.parametrize("name", ["decoders/fused_decoder.py", "ops/skinny_gemm.cu"])
 def test_another_decoder_or_kernel_is_another_key(
     checkpoints: Path, tmp_path: Path, name: str
@@ -240,14 +278,16 @@ def test_a_record_is_not_used_once_transformers_files_have_changed(
 ) -> None:
     record, _ = record_of(checkpoints / "qwen3")
     assert record is not None
-    assert "models/qwen3/modeling_qwen3.py" in record.sources
+    assert {"models/qwen3/modeling_qwen3.py", "configuration_utils.py"} <= record.sources.keys()
     assert all(record.sources.values())
     key = key_of(checkpoints / "qwen3")
     write_record(key, record)
     assert read_record(key) == record
     changed = {**record.sources, "models/qwen3/modeling_qwen3.py": "00"}
     write_record(key, record._replace(sources=changed))
-    assert read_record(key) is None
+    assert read_record(key) is None and may_write_record(key)
+    write_record(key, record)
+    assert read_record(key) == record and not may_write_record(key)
 
 
 def test_a_checkpoint_without_a_record_is_not_tried_again(checkpoints: Path, cache: Path) -> None:
@@ -255,6 +295,15 @@ def test_a_checkpoint_without_a_record_is_not_tried_again(checkpoints: Path, cac
     assert may_write_record(key)
     write_record(key, None)
     assert not may_write_record(key) and read_record(key) is None
+
+
+def test_no_record_is_made_for_a_folder_without_room_for_files(
+    cache: Path, checkpoints: Path
+) -> None:
+    """/proc accepts no files, not even those of root."""
+    cache.parent.mkdir(parents=True)
+    cache.symlink_to("/proc/self/task")
+    assert not may_write_record(key_of(checkpoints / "qwen3"))
 
 
 def test_the_oldest_records_are_removed(cache: Path) -> None:
@@ -272,6 +321,33 @@ def test_the_oldest_records_are_removed(cache: Path) -> None:
 def test_the_users_records_are_not_those_of_tests() -> None:
     folder = decoder_record.cache_folder("decoders")
     assert folder is not None and not folder.is_relative_to(Path.home() / ".cache")
+
+
+def load_inspected(folder: Path, key: RecordKey | None) -> None:
+    """Load a model, after its key was found."""
+    options, start = DeviceOptions(device="cpu"), StartLog()
+    open_inspected(str(folder), {}, options, CPU, start, key).load()
+
+
+def test_files_that_change_while_a_model_is_opened_are_not_recorded(
+    folder: Path, cache: Path
+) -> None:
+    before = key_of(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
+    load_inspected(folder, before)
+    assert read_record(before) is None and read_record(key_of(folder)) is None
+    load_inspected(folder, key_of(folder))
+    assert read_record(before) is None and read_record(key_of(folder)) is not None
+
+
+def test_a_start_that_fetches_the_weights_is_recorded_with_them(folder: Path, cache: Path) -> None:
+    """Another folder with this description and without weights has no record."""
+    aside = (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    before = key_of(folder)
+    aside.rename(folder / "model.safetensors")
+    load_inspected(folder, before)
+    assert read_record(before) is None and read_record(key_of(folder)) is not None
 
 
 def start_and_generate(

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")  # the package imports it
 
-from forge.models.hf.binary_cache import cache_folder, load_or_build
+from forge.models.hf.binary_cache import cache_folder, is_writable, load_or_build
 
 KEY = (b"source", b"-DA=1", b"13.0")
 
@@ -100,3 +100,9 @@ def test_the_folder_is_among_the_users_caches(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert cache_folder() == Path("/home/someone/.cache/forge/kernels")
+
+
+def test_a_folder_is_writable_if_a_file_can_be_made_in_it(tmp_path: Path):
+    assert is_writable(tmp_path) and not list(tmp_path.iterdir())
+    assert not is_writable(tmp_path / "none")
+    assert not is_writable(Path("/proc"))

@@ -81,6 +81,15 @@ def is_usable(folder: Path) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
 
 
+def is_writable(folder: Path) -> bool:
+    """Return whether a file can be made in the folder. Permissions do not say it of a volume."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 def _hash_key(key: Sequence[bytes]) -> str:
     """Return the name of the key's file. Lengths separate the parts."""
     digest = hashlib.sha256()

@@ -8,7 +8,8 @@ of the model, whose import takes seconds, nor the module, nor another comparison
     later start   the same key ─► file ─► record ─► the fused decoder, from the weights alone
 
     key    forge's sources, versions, device    config.json, tokenizer: contents
-           dtype, positions, load format        weights: names, sizes and times of change
+           dtype, positions, load format        weights: sizes, times of change, headers
+           environment of kernels
 
 Always true: a record is written only if the decoder that it describes has equal bits to the one
 that was compared. A changed key is another record. So a decoder never changes with a record.
@@ -17,6 +18,7 @@ that was compared. A changed key is another record. So a decoder never changes w
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,11 +34,12 @@ from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.binary_cache import (
     cache_folder,
     is_usable,
+    is_writable,
     read_entry,
     remove_oldest,
     write_entry,
 )
-from forge.models.hf.loading.checkpoint_files import DESCRIPTION_PATTERNS, WEIGHT_PATTERNS
+from forge.models.hf.loading.checkpoint_files import DESCRIPTION_PATTERNS
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
@@ -46,11 +49,27 @@ MAX_RECORDS = 64
 SOURCES = Path(__file__).parents[1]
 """Folder of forge.models.hf: decoders, kernels, and this file."""
 
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header that the safetensors library reads."""
+
 LIBRARIES = (
-    *("cuda-bindings", "numpy", "nvidia-cuda-nvrtc", "safetensors", "tokenizers", "torch"),
-    *("transformers", "triton"),
+    *("cuda-bindings", "numpy", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc"),
+    *("safetensors", "tokenizers", "torch", "transformers", "triton"),
+    # AutoTokenizer chooses a class by these.
+    *("mistral-common", "protobuf", "sentencepiece", "tiktoken"),
 )
 """Distributions whose versions are in the key."""
+
+VARIABLE_PREFIXES = (
+    *("ATEN_", "CUBLAS", "DNNL_", "MKL_", "NVIDIA_TF32_", "ONEDNN_", "TORCH_", "TRITON_"),
+)
+"""Prefixes of environment variables that choose kernels, their compiler or their arithmetic."""
+
+LIBRARY_FILES = (
+    *("conversion_mapping.py", "core_model_loading.py", "modeling_rope_utils.py"),
+    "models/auto/tokenization_auto.py",
+)
+"""Files of transformers that a record depends on, besides those of the module's classes."""
 
 RecordKey = tuple[bytes, ...]
 
@@ -121,6 +140,7 @@ def record_key(
         f"{dtype} {load_format} {max_model_len}".encode(),
         _describe_device(device).encode(),
         *(f"{name} {version}".encode() for name, version in versions.items()),
+        *_describe_environment(),
         *_digest_sources(sources),
         *_digest_descriptions(folder),
         *(() if load_format == "dummy" else _describe_weights(folder)),
@@ -134,17 +154,24 @@ def read_record(key: RecordKey) -> DecoderRecord | None:
         return None
     content = read_entry(folder, key)
     record = None if content is None else decode_record(content)
-    if record is None or any(
-        _digest_library_file(path) != digest for path, digest in record.sources.items()
-    ):
-        return None
-    return record
+    return record if record is not None and _is_current(record) else None
 
 
 def may_write_record(key: RecordKey) -> bool:
-    """Return whether a record can be written and no start has written one for this key."""
+    """Return whether a record can be written, and none is there or transformers' files changed."""
     folder = cache_folder("decoders")
-    return folder is not None and is_usable(folder) and read_entry(folder, key) is None
+    if folder is None or not is_usable(folder) or not is_writable(folder):
+        return False
+    content = read_entry(folder, key)
+    if content is None:
+        return True
+    record = decode_record(content)
+    return record is not None and not _is_current(record)
+
+
+def _is_current(record: DecoderRecord) -> bool:
+    """Return whether transformers' files are those that the record was made with."""
+    return all(_digest_library_file(path) == digest for path, digest in record.sources.items())
 
 
 def write_record(key: RecordKey, record: DecoderRecord | None) -> None:
@@ -170,17 +197,21 @@ def decode_record(content: bytes) -> DecoderRecord | None:
 
 
 def find_sources(module: Any) -> dict[str, str]:
-    """Return the digests of transformers' files that define the module and its configuration."""
-    owners = [type(part) for part in module.modules()] + [type(module.config)]
+    """Return the digests of transformers' files that define the module and its configuration.
+
+    Classes that these inherit from are included.
+    """
+    parts = [*module.modules(), module.config]
+    owners = {owner for part in parts for owner in type(part).__mro__}
     root = Path(transformers.__file__).parent
     paths = {
         Path(file).relative_to(root).as_posix()
         for owner in owners
-        if (file := getattr(sys.modules[owner.__module__], "__file__", None))
+        if (file := getattr(sys.modules.get(owner.__module__), "__file__", None))
         and Path(file).is_relative_to(root)
     }
-    names = sorted({*paths, "modeling_rope_utils.py", "modeling_utils.py"})
-    return {name: _digest_library_file(name) for name in names}
+    digests = {name: _digest_library_file(name) for name in sorted({*paths, *LIBRARY_FILES})}
+    return {name: digest for name, digest in digests.items() if digest}
 
 
 def _digest_library_file(name: str) -> str:
@@ -226,12 +257,26 @@ def _digest_sources(folder: Path) -> Iterator[bytes]:
 def _digest_descriptions(folder: Path) -> Iterator[bytes]:
     """Yield names and digests of the files that describe the model and its tokenizer."""
     for path in sorted({path for each in DESCRIPTION_PATTERNS for path in folder.glob(each)}):
-        yield path.name.encode()
+        yield os.fsencode(path.name)
         yield _digest(path.read_bytes())
 
 
+def _describe_environment() -> Iterator[bytes]:
+    """Yield the environment variables of VARIABLE_PREFIXES, with their values."""
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(VARIABLE_PREFIXES):
+            yield os.fsencode(f"{name}={value}")
+
+
 def _describe_weights(folder: Path) -> Iterator[bytes]:
-    """Yield names, sizes and times of change of the files with weights. None of them is read."""
-    for path in sorted({path for each in WEIGHT_PATTERNS for path in folder.glob(each)}):
+    """Yield names, sizes, times of change and headers of the files with weights.
+
+    A header has the name, dtype, shape and place of each tensor. No tensor is read. An index may
+    name any of these files.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
         status = path.stat()
-        yield f"{path.name} {status.st_size} {status.st_mtime_ns}".encode()
+        yield os.fsencode(f"{path.name} {status.st_size} {status.st_mtime_ns}")
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            yield _digest(file.read(min(header_bytes, MAX_HEADER_BYTES)))

@@ -37,14 +37,9 @@ from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.buffers import MAX_IN_FLIGHT
 from forge.models.hf.decoders.fused_decoder import FusedDecoder
 from forge.models.hf.decoders.interface import Decoder
-from forge.models.hf.decoders.module_decoder import (
-    register_attention,
-)
+from forge.models.hf.decoders.module_decoder import register_attention
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
-from forge.models.hf.loading.checkpoint import (
-    import_modelling,
-    select_device,
-)
+from forge.models.hf.loading.checkpoint import import_modelling, select_device
 from forge.models.hf.loading.checkpoint_files import DESCRIPTION_PATTERNS, find_checkpoint_folder
 from forge.models.hf.loading.decoder_loader import load_decoder, load_recorded_decoder
 from forge.models.hf.loading.decoder_record import (
@@ -70,9 +65,7 @@ from forge.models.hf.loading.kv_tiers import (
 from forge.models.hf.loading.loaded_decoder import LoadedDecoder
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_spec import resolve_config_fields, resolve_model_spec
-from forge.models.hf.loading.recorded_decoder import (
-    create_record,
-)
+from forge.models.hf.loading.recorded_decoder import create_record
 from forge.models.hf.model import HFModel
 from forge.models.hf.progress import silence_transformers
 from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
@@ -188,7 +181,7 @@ def open_inspected(
 ) -> Opening:
     """Return a model that transformers describes. Raise InvalidConfig for what cannot work.
 
-    key   key under which a record is written once the weights are loaded; None: none is written
+    key   what a record depends on, before any file was read; None: no record is written
     """
     register_attention()
     checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
@@ -196,7 +189,11 @@ def open_inspected(
     )
 
     def write(module: Any, fused: FusedDecoder, layers: list[LayerSpec]) -> None:
-        if key is None or not may_write_record(key):
+        new_key = find_key(checkpoint.folder, overrides, options, device)
+        # Weights, which come last, may have been fetched since. Nothing else may have changed.
+        if key is None or new_key is None or new_key[: len(key)] != key:
+            return
+        if not may_write_record(new_key):
             return
         record = None
         if tokenizer.equals_its_class(checkpoint.folder):
@@ -210,25 +207,23 @@ def open_inspected(
                 vocab_size=checkpoint.vocab_size,
                 tokenizer_class=tokenizer.class_name,
             )
-        write_record(key, record)
+        write_record(new_key, record)
 
     load = partial(load_decoder, checkpoint, config_fields, options, device, start, write)
     return Opening(tokenizer, config_fields, eos_token, load)
 
 
-def find_record(
-    name: str, overrides: Mapping[str, Any], options: DeviceOptions, device: torch.device
-) -> tuple[Path, RecordKey | None, DecoderRecord | None]:
-    """Return the checkpoint's folder, the key of its record, and the record.
+def find_key(
+    folder: Path, overrides: Mapping[str, Any], options: DeviceOptions, device: torch.device
+) -> RecordKey | None:
+    """Return the key of the checkpoint's record.
 
-    The key is None where no record can be used: compiled modules, or files that cannot be read.
+    None where no record can be used: compiled modules, or files that cannot be read.
     """
-    with silence_transformers():
-        folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
     if options.torch_compile:
-        return folder, None, None
+        return None
     try:
-        key = record_key(
+        return record_key(
             folder,
             device,
             dtype=options.dtype,
@@ -237,8 +232,7 @@ def find_record(
             versions=library_versions(),
         )
     except OSError:
-        return folder, None, None
-    return folder, key, read_record(key)
+        return None
 
 
 @contextmanager
@@ -281,7 +275,10 @@ def open_model(
     with ExitStack() as exit_stack:
         with start.phase("configuration"):
             device = select_device(options.device)
-            folder, key, record = find_record(name, overrides, options, device)
+            with silence_transformers():
+                folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
+            key = find_key(folder, overrides, options, device)
+            record = None if key is None else read_record(key)
             if record is None:
                 exit_stack.enter_context(import_modelling_code(start))
                 opening = open_inspected(name, overrides, options, device, start, key)
