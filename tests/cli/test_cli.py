@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -786,8 +787,21 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("bench policy --cells b1", "forge bench policy: there is no option --cells"),
         ("bench step", "forge bench step: the following arguments are required: MODEL. See "),
         ("bench kv", "forge bench kv: the following arguments are required: PART. See "),
-        ("bench kv memory --shapes a", "forge bench kv memory: --shapes: there is no shape 'a'. "),
-        ("bench kv memory --device tpu", "forge bench kv memory: --device: 'tpu' is not known. "),
+        pytest.param(
+            "bench kv memory --shapes a",
+            "forge bench kv memory: --shapes: there is no shape 'a'. ",
+            marks=pytest.mark.torch,
+        ),
+        pytest.param(
+            "bench kv memory --device tpu",
+            "forge bench kv memory: --device: 'tpu' is not known. ",
+            marks=pytest.mark.torch,
+        ),
+        pytest.param(
+            "bench kv moves",
+            "forge bench kv moves: --shapes: keys and values of a model need torch, which is not ",
+            marks=pytest.mark.skipif(find_spec("torch") is not None, reason="torch is installed"),
+        ),
         ("bench step nonesuch", "forge bench step: MODEL: 'nonesuch' is not a model this build "),
         ("bench step hash --cells c9", "forge bench step: --cells: there is no cell 'c9'. Use "),
         ("bench step hash --repeats 0", "forge bench step: --repeats: 0 is not a positive integer"),
