@@ -11,6 +11,7 @@ from forge.bench import routing
 from forge.routing.router import ROUTERS
 
 
+@pytest.mark.long
 def test_every_router_has_a_line_for_each_number_of_replicas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

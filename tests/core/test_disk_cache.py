@@ -230,6 +230,7 @@ def test_a_sequence_of_a_failed_step_reads_no_file() -> None:
     run.drain()
 
 
+@pytest.mark.long
 def test_a_slow_disk_loses_no_file_while_steps_are_quick() -> None:
     """64 files of 9 MiB from a disk of 0.25 GB/s take 2.4 s: 960 plans of 2.5 ms."""
     run = run_with_files(replace(TIER, disk=DiskTier(max_files=100)), blocks=300)

@@ -78,6 +78,7 @@ def run_host_worlds(seeds: Iterable[int], audited_every: int) -> Counter[str]:
     return reached
 
 
+@pytest.mark.long
 def test_every_choice_of_a_random_world_with_a_host_pool_is_the_sequential_reference() -> None:
     reached = run_host_worlds(range(120), audited_every=2)
     assert not [name for name in HOST_EVENTS if not reached[name]]

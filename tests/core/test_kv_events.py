@@ -145,6 +145,7 @@ def check_folds(seeds: range) -> Counter[str]:
 EVENTS = ["cleared", *(f"{what} {medium}" for medium in MEDIA for what in ("stored", "removed"))]
 
 
+@pytest.mark.long
 def test_the_fold_of_the_events_is_the_content_of_every_medium_after_each_step() -> None:
     """In worlds with resets, resizes, failed steps, tiers, sessions, salts and drafts."""
     reached = check_folds(range(40))

@@ -499,6 +499,7 @@ def check_kills(folder: Path, seeds: range) -> Kills:
     return Kills(num_left, num_cut)
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_while_it_writes_leaves_a_folder_that_opens(folder: Path) -> None:
     assert check_kills(folder, range(3)).num_left == 3
 

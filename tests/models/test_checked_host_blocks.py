@@ -178,6 +178,7 @@ def with_damage(
     return build
 
 
+@pytest.mark.long
 def test_no_token_of_a_random_world_comes_from_a_damaged_host_block() -> None:
     reached: Counter[str] = Counter()
     for seed in range(60):
@@ -187,6 +188,7 @@ def test_no_token_of_a_random_world_comes_from_a_damaged_host_block() -> None:
     assert reached["found"] >= 5 and reached["length"] > 100
 
 
+@pytest.mark.long
 def test_without_the_check_some_tokens_of_random_worlds_do() -> None:
     num_wrong = 0
     for seed in range(60):

@@ -152,6 +152,7 @@ def test_equal_scenarios_write_equal_logs_and_another_seed_another() -> None:
     assert Counter(line["replica"] for line in lines if "route" in line).keys() == {0, 1, 2}
 
 
+@pytest.mark.long
 def test_a_log_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     options = "--replicas 3 --routers prefix-aware --requests 20 --num-blocks 160 --deaths 0@0.5"
     for seed in ("1", "2"):

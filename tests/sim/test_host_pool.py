@@ -103,6 +103,7 @@ def figures_and_log(scenario: Scenario) -> tuple[dict[str, object], list[str]]:
     return figures, lines
 
 
+@pytest.mark.long
 def test_a_host_pool_brings_prefixes_back_and_shortens_the_wait() -> None:
     without, _ = figures_and_log(AGENTS)
     scenario = replace(AGENTS, host_blocks=3 * AGENTS.engine.num_blocks, host_block_us=20.0)
@@ -120,6 +121,7 @@ def test_a_host_pool_brings_prefixes_back_and_shortens_the_wait() -> None:
     assert json.loads(lines[0])["options"]["host_blocks"] == scenario.host_blocks
 
 
+@pytest.mark.long
 def test_a_link_that_is_too_slow_is_seen() -> None:
     """Loads are chosen without costs here: a slow link makes the answers late."""
     quick = replace(AGENTS, host_blocks=3 * AGENTS.engine.num_blocks, host_block_us=20.0)

@@ -315,6 +315,7 @@ def test_a_table_of_another_version_is_refused_with_the_remedy(costs: object) ->
         parse_config(header)
 
 
+@pytest.mark.long
 def test_a_recording_has_the_costs_by_which_blocks_were_loaded_or_computed() -> None:
     """The costs decide plans: a replay without them, or without one of them, differs."""
     num_decided: Counter[str] = Counter()
