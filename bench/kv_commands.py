@@ -11,8 +11,6 @@ Owns the flags of benchmarks of KV memory. Knows no figure, like forge.bench.com
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,8 +24,7 @@ from forge.bench.commands import (
 from forge.cli.options import define_option
 from forge.cli.parser import Parser
 from forge.cli.settings import Settings
-from forge.errors import InvalidConfig
-from forge.version import install_remedy
+from forge.models.loader import refuse_missing_packages
 
 RETURNING_OPTIONS = (
     define_option("lengths", str, None, "tokens of the prefixes", "N,N")._replace(
@@ -40,21 +37,8 @@ RETURNING_OPTIONS = (
     define_option("plot", str, None, "plot the figures; needs matplotlib", "FILE.png"),
 )
 SHAPES_OPTION = define_option("shapes", str, "qwen3-4b,llama-3.1-8b", "shapes of models", "NAMES")
-
-
-@contextmanager
-def refuse_missing_packages() -> Iterator[None]:
-    """Raise InvalidConfig for a package of models that an import in the context does not find."""
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] == "forge":
-            raise
-        raise InvalidConfig(
-            "shapes",
-            f"keys and values of a model need {missing.name}, which is not installed",
-            install_remedy("hf"),
-        ) from None
+SHAPES_NEED = "keys and values of a model need"
+"""Beginning of the error that names a missing package."""
 
 
 def run_returning(args: argparse.Namespace, chosen: Settings) -> int:
@@ -85,7 +69,7 @@ def run_overhead(args: argparse.Namespace, chosen: Settings) -> int:
 
 def run_memory(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure the bytes that keys and values of a sequence hold, by kind of cache."""
-    with refuse_missing_packages():
+    with refuse_missing_packages("shapes", SHAPES_NEED):
         from forge.bench.kv_memory import main
 
     values = chosen.values
@@ -94,7 +78,7 @@ def run_memory(args: argparse.Namespace, chosen: Settings) -> int:
 
 def run_moves(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure moves of blocks between a GPU and host memory, against one plain copy."""
-    with refuse_missing_packages():
+    with refuse_missing_packages("shapes", SHAPES_NEED):
         from forge.bench.kv_moves import main
 
     num_blocks = parse_positive(chosen, "num_blocks")

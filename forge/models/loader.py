@@ -157,6 +157,23 @@ def _checkpoint_path(name: str) -> str:
 
 
 @contextmanager
+def refuse_missing_packages(field: str, need: str) -> Iterator[None]:
+    """Raise InvalidConfig for a package of models that an import in the context does not find.
+
+    field   option that the error names
+    need    beginning of its sentence, such as "a checkpoint needs"
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] == "forge":
+            raise
+        raise InvalidConfig(
+            field, f"{need} {missing.name}, which is not installed", install_remedy("hf")
+        ) from None
+
+
+@contextmanager
 def _open_checkpoint(
     name: str,
     draft: str | None,
@@ -172,7 +189,7 @@ def _open_checkpoint(
             f"{str(draft)[:64]!r} is no checkpoint",
             "Use tiny-draft, a folder, or a HuggingFace id such as Qwen/Qwen3-0.6B",
         )
-    try:
+    with refuse_missing_packages("model", "a checkpoint needs"):
         # Loading needs a file with weights, and its device the context, right after the imports.
         begin_early(
             Path(name),
@@ -181,14 +198,6 @@ def _open_checkpoint(
         )
         with start.phase("imports"), pause_gc():
             from forge.models.hf import create_tier_setup, open_model, open_pair
-    except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] == "forge":
-            raise
-        raise InvalidConfig(
-            "model",
-            f"a checkpoint needs {missing.name}, which is not installed",
-            install_remedy("hf"),
-        ) from None
     # A collection during the rest of the start would visit every object of the packages.
     with freeze_objects():
         tiers = create_tier_setup(tier_options, config_fields.get("enable_prefix_caching", True))
