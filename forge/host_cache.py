@@ -368,7 +368,7 @@ class HostCache:
         self.num_evictions += 1
 
     def _remove(self, host_block: int) -> None:
-        """Let `lookup` not find the content of a held host block any more."""
+        """Forget the content of a held host block, so that `lookup` no longer finds it."""
         block_hash = self._hash_by_block.pop(host_block)
         del self._block_by_hash[block_hash]
         self.unspilled_blocks.pop(host_block, None)

@@ -93,7 +93,7 @@ def _measure_loads(model: Model, config: EngineConfig, max_blocks: int) -> tuple
     def seconds(num_blocks: int) -> float:
         return _seconds(model, plans.load_plan(num_blocks), plans.step_plan(1, 0))
 
-    largest = _largest_within(sizes, seconds, MAX_LOAD_S)
+    largest = _first_size_beyond(sizes, seconds, MAX_LOAD_S)
     small = max(1, largest // 8)
     step_s = _median_s(lambda: _seconds(model, plans.step_plan(1, 0)))
     small_s = _median_s(lambda: seconds(small)) - step_s
@@ -115,7 +115,7 @@ def _measure_prefill(model: Model, config: EngineConfig) -> tuple[int, int]:
         return _seconds(model, plans.step_plan(num_tokens, start))
 
     sizes = [size for size in CHUNK_LENS if size < max_tokens] + [min(max_tokens, CHUNK_LENS[-1])]
-    size = _largest_within(sizes, seconds, MAX_CHUNK_S)
+    size = _first_size_beyond(sizes, seconds, MAX_CHUNK_S)
     chunk_s = _median_s(lambda: seconds(size))
     start = min(CONTEXT_RATIO * size, max_positions - size)
     pair_s = 0.0
@@ -127,8 +127,8 @@ def _measure_prefill(model: Model, config: EngineConfig) -> tuple[int, int]:
     return round(1e9 * (chunk_s - num_pairs * pair_s) / size), round(1e12 * pair_s)
 
 
-def _largest_within(sizes: Iterable[int], seconds: Callable[[int], float], max_s: float) -> int:
-    """Return the first of the ascending sizes that takes longer than that, or the last one."""
+def _first_size_beyond(sizes: Iterable[int], seconds: Callable[[int], float], max_s: float) -> int:
+    """Return the first of the ascending sizes that takes more than `max_s`, or the last one."""
     largest = 0
     for largest in sizes:
         seconds(largest)  # the first step of a size may allocate
