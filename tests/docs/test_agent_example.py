@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from openai import BadRequestError, OpenAI
 
 from forge import AsyncLLM
 from forge.server.app import create_app
@@ -24,15 +23,14 @@ from tests.server.local_server import serve_app
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "agent.py"
 
 
-def load_example() -> ModuleType:
+@pytest.fixture(scope="module")
+def agent(openai: Any) -> ModuleType:
+    """The example, which imports openai."""
     spec = importlib.util.spec_from_file_location("agent_example", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-agent = load_example()
 
 
 class ScriptedModel:
@@ -62,8 +60,10 @@ class ScriptedModel:
 @contextmanager
 def serve_script(
     *choices: dict[str, Any], delete_status: int = 200
-) -> Iterator[tuple[ScriptedModel, OpenAI]]:
+) -> Iterator[tuple[ScriptedModel, Any]]:
     """Serve a script; yield it and a client."""
+    from openai import OpenAI
+
     model = ScriptedModel(choices, delete_status)
 
     class Handler(BaseHTTPRequestHandler):
@@ -112,7 +112,9 @@ def tool_results(body: dict[str, Any]) -> list[str]:
     return [each["content"] for each in body["messages"] if each["role"] == "tool"]
 
 
-def test_the_agent_runs_tools_until_the_model_answers_in_one_session(tmp_path: Path) -> None:
+def test_the_agent_runs_tools_until_the_model_answers_in_one_session(
+    agent: ModuleType, tmp_path: Path
+) -> None:
     (tmp_path / "prices.txt").write_text("tea 3, cake 4")
     script = (
         call("list_folder", '{"path": "."}'),
@@ -135,32 +137,32 @@ def test_the_agent_runs_tools_until_the_model_answers_in_one_session(tmp_path: P
 
 
 def test_the_agent_runs_on_forge_to_its_limit_and_leaves_no_session(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    agent: ModuleType, openai: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The embedded model calls tools with random arguments, in the form that the grammar allows."""
     llm = AsyncLLM("hash")
     with (
         create_listener("127.0.0.1", 0, None) as socket_,
         serve_app(llm, create_app(llm), socket_) as (url, http),
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         example = agent.Agent(client, "hash", tmp_path, "required")
         assert example.run("Hello", 3) == "no answer after 3 turns"
         printed = capsys.readouterr().out.splitlines()
         assert len(printed) == 3 and all(" -> " in line for line in printed)
         assert http.delete(f"/v1/sessions/{example.session_id}").status_code == 404
-        with pytest.raises(BadRequestError, match="session_id"):
+        with pytest.raises(openai.BadRequestError, match="session_id"):
             client.completions.create(model="hash", prompt="a", extra_body={"session_id": ""})
 
 
-def test_two_agents_have_two_sessions(tmp_path: Path) -> None:
+def test_two_agents_have_two_sessions(agent: ModuleType, tmp_path: Path) -> None:
     with serve_script(text("a"), text("b")) as (model, client):
         for _ in range(2):
             agent.Agent(client, "m", tmp_path, "auto").run("Hello", 1)
     assert len({body["session_id"] for body in model.bodies}) == 2
 
 
-def test_the_loop_ends_at_its_limit_and_ends_the_session(tmp_path: Path) -> None:
+def test_the_loop_ends_at_its_limit_and_ends_the_session(agent: ModuleType, tmp_path: Path) -> None:
     script = [call("calculate", '{"expression": "1"}')] * 5
     with serve_script(*script) as (model, client):
         answer = agent.Agent(client, "m", tmp_path, "required").run("Hello", 3)
@@ -169,7 +171,7 @@ def test_the_loop_ends_at_its_limit_and_ends_the_session(tmp_path: Path) -> None
     assert len(model.deleted) == 1
 
 
-def test_a_call_that_is_cut_ends_the_loop(tmp_path: Path) -> None:
+def test_a_call_that_is_cut_ends_the_loop(agent: ModuleType, tmp_path: Path) -> None:
     """Its arguments are no JSON, and a server refuses them in the next prompt."""
     with serve_script(call("read_file", '{"path": "a', "length")) as (model, client):
         answer = agent.Agent(client, "m", tmp_path, "auto").run("Hello", 3)
@@ -177,7 +179,7 @@ def test_a_call_that_is_cut_ends_the_loop(tmp_path: Path) -> None:
     assert len(model.deleted) == 1
 
 
-def test_a_server_without_sessions_is_no_error(tmp_path: Path) -> None:
+def test_a_server_without_sessions_is_no_error(agent: ModuleType, tmp_path: Path) -> None:
     with serve_script(text("hello"), delete_status=404) as (model, client):
         assert agent.Agent(client, "m", tmp_path, "auto").run("Hello", 3) == "hello"
     assert len(model.deleted) == 1
@@ -194,7 +196,7 @@ def test_a_server_without_sessions_is_no_error(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_of_a_tool_is_its_result(
-    tmp_path: Path, name: str, arguments: str, error: str
+    agent: ModuleType, tmp_path: Path, name: str, arguments: str, error: str
 ) -> None:
     with serve_script(call(name, arguments), text("sorry")) as (model, client):
         assert agent.Agent(client, "m", tmp_path, "auto").run("Hello", 3) == "sorry"
@@ -202,7 +204,7 @@ def test_an_error_of_a_tool_is_its_result(
     assert result.startswith("error: ") and error in result
 
 
-def test_the_definition_of_a_tool_names_its_function_and_its_argument() -> None:
+def test_the_definition_of_a_tool_names_its_function_and_its_argument(agent: ModuleType) -> None:
     function = agent.describe_tool(agent.calculate, "expression")["function"]
     assert function["name"] == "calculate"
     assert function["description"].startswith("Return the value of an expression")
@@ -213,7 +215,9 @@ def test_the_definition_of_a_tool_names_its_function_and_its_argument() -> None:
     ("expression", "value"),
     [("2 + 3 * 4", "14"), ("-(7 // 2) % 5", "2"), (" 1 / 4", "0.25"), ("+3 - 0.5", "2.5")],
 )
-def test_the_calculator_follows_the_order_of_operations(expression: str, value: str) -> None:
+def test_the_calculator_follows_the_order_of_operations(
+    agent: ModuleType, expression: str, value: str
+) -> None:
     assert agent.calculate(expression) == value
 
 
@@ -221,12 +225,12 @@ def test_the_calculator_follows_the_order_of_operations(expression: str, value: 
     "expression",
     ["abs(1)", "__import__('os')", "9 ** 9 ** 9", "True + 1", "'a' * 9", "[1]", "1 < 2"],
 )
-def test_the_calculator_refuses_all_but_arithmetic(expression: str) -> None:
+def test_the_calculator_refuses_all_but_arithmetic(agent: ModuleType, expression: str) -> None:
     with pytest.raises(ValueError, match="only numbers"):
         agent.calculate(expression)
 
 
-def test_files_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
+def test_files_outside_of_the_folder_are_refused(agent: ModuleType, tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "inside").mkdir(parents=True)
     (tmp_path / "secret").write_text("key")
@@ -238,6 +242,6 @@ def test_files_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
             files.read_file(path)
 
 
-def test_a_long_file_is_cut(tmp_path: Path) -> None:
+def test_a_long_file_is_cut(agent: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "long").write_text("a" * 9000)
     assert agent.Folder(tmp_path).read_file("long") == "a" * 4000
