@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -270,9 +271,15 @@ def _packages(module: str) -> list[str]:
     return [".".join(parts[:count]) + ".*" for count in range(max(1, len(parts) - 1), 0, -1)]
 
 
-def imports(source: str, module: str) -> list[Import]:
+def read(path: Path) -> tuple[str, str]:
+    """Return the source of a module and its name."""
+    return path.read_text(encoding="utf-8"), module_name(path)
+
+
+@cache
+def imports(source: str, module: str) -> tuple[Import, ...]:
     """Every import in `source`, which is the text of forge's `module`."""
-    return list(_imports_below(ast.parse(source), module, in_function=False))
+    return tuple(_imports_below(ast.parse(source), module, in_function=False))
 
 
 def _imports_below(tree: ast.AST, module: str, *, in_function: bool) -> Iterator[Import]:
@@ -377,14 +384,14 @@ def _is_set(node: ast.expr) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", module_paths(), ids=module_name)
-def test_every_import_follows_an_arrow(path: Path) -> None:
-    assert find_forbidden_imports(path.read_text(encoding="utf-8"), module_name(path)) == []
+def test_every_import_follows_an_arrow() -> None:
+    faults = [fault for path in module_paths() for fault in find_forbidden_imports(*read(path))]
+    assert faults == []
 
 
-@pytest.mark.parametrize("path", module_paths(), ids=module_name)
-def test_imports_within_a_package_point_one_way(path: Path) -> None:
-    assert find_upward_imports(path.read_text(encoding="utf-8"), module_name(path)) == []
+def test_imports_within_a_package_point_one_way() -> None:
+    upward = [fault for path in module_paths() for fault in find_upward_imports(*read(path))]
+    assert upward == []
 
 
 @pytest.mark.parametrize(
