@@ -54,10 +54,24 @@ INSTEAD = {
 INSTEAD_IN_CODE = {"who": "that, which: sequences and threads are things"}
 """The same, in code only: pages write of people too."""
 
+PHRASES = INSTEAD | INSTEAD_IN_CODE
+"""What code is searched for."""
+
 BEGINNINGS = re.compile(
-    r"\b(?:" + "|".join(words.split()[0] for words in INSTEAD | INSTEAD_IN_CODE) + r")\b", re.I
+    r"\b(?:"
+    + "|".join(
+        r"\b(?=.*\b".join(phrase.split(" ", 1)) + ")" * (" " in phrase) for phrase in PHRASES
+    )
+    + r")\b",
+    re.IGNORECASE,
 )
-"""First words of what is listed. Most texts have none, and need no further search."""
+"""Word or phrase of a line, with anything within the phrase. Most lines have none."""
+
+ENDINGS = {
+    tuple(phrase.split()): re.compile(r"""\W+(?:\w{1,2}["'])?\W*""".join(phrase.split()) + r"\b")
+    for phrase in PHRASES
+}
+"""Words of a phrase -> where it ends, within one text or over two parts of it, in lower case."""
 
 NOT_FIRST = frozenset(
     "also as at behind beside but by else for from how i if in its it less like more never nobody "
@@ -90,6 +104,16 @@ class Finding(NamedTuple):
         return f"{self.path}:{self.line}: {self.problem}"
 
 
+def may_have_words(source: str) -> bool:
+    """Return False if no word or phrase of the lists is in a file of code."""
+    lowered = source.lower()
+    # Faster than one pattern of all words, which compares each of them at each character.
+    return any(
+        all(word in lowered for word in words) and ending.search(lowered) is not None
+        for words, ending in ENDINGS.items()
+    )
+
+
 def find_words(text: str, words: dict[str, str]) -> list[str]:
     """Return the words of the list that stand in a text, in lower case, one for each place."""
     if not BEGINNINGS.search(text):
@@ -101,29 +125,35 @@ def find_words(text: str, words: dict[str, str]) -> list[str]:
 
 def find_in_code(source: str, path: str) -> Iterator[Finding]:
     """Find words and first words in the comments, docstrings and texts of a module."""
-    words = INSTEAD | INSTEAD_IN_CODE
+    is_test = path.startswith("tests/")
+    has_words = may_have_words(source)
+    # Parsing takes longer than all else here. Only first words are looked for without it.
+    if is_test and not has_words:
+        return
     tree = ast.parse(source)
     docstrings = list(_docstrings(tree))
     for node in docstrings:
         first = re.match(r"[\W_]*(\w+)", node.value)
         # A file's tests are sentences; their helpers follow the rule as well as they can.
-        if first and first[1].lower() in NOT_FIRST and not path.startswith("tests/"):
+        if first and first[1].lower() in NOT_FIRST and not is_test:
             problem = f"the docstring begins with {first[1]!r}: begin with a verb or a noun phrase"
             yield Finding(path, node.lineno, problem)
-        yield from _word_findings(node.value, path, node.lineno, "a docstring", words)
+        yield from _word_findings(node.value, path, node.lineno, "a docstring", PHRASES)
+    if not has_words:
+        return
     documents = {id(node) for node in docstrings}
     # Texts of tests are data: prompts, and outputs of the code under test.
-    for node in () if path.startswith("tests/") else ast.walk(tree):
+    for node in () if is_test else ast.walk(tree):
         if not isinstance(node, ast.Constant) or id(node) in documents:
             continue
         if isinstance(node.value, str) and " " in node.value and node.value not in FIXED_TEXTS:
-            yield from _word_findings(node.value, path, node.lineno, "a text", words)
+            yield from _word_findings(node.value, path, node.lineno, "a text", PHRASES)
     # Most modules have no comment with one of the words, and need not be divided into tokens.
     if not any(BEGINNINGS.search(line.partition("#")[2]) for line in source.splitlines()):
         return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield from _word_findings(token.string, path, token.start[0], "a comment", words)
+            yield from _word_findings(token.string, path, token.start[0], "a comment", PHRASES)
 
 
 def find_in_page(text: str, path: str) -> Iterator[Finding]:

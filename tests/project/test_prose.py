@@ -29,6 +29,7 @@ def test_code_and_pages_follow_the_style() -> None:
         ("x = 1  # the row behind it", "a comment has 'behind'"),
         ('raise ValueError("Mend it")', "a text has 'mend'"),
         ('raise ValueError(f"{x} has no use for it")', "a text has 'has no use for'"),
+        ('raise ValueError("it waits for "\n    f"ever: {x}")', "a text has 'for ever'"),
         ("# rows who wait", "a comment has 'who'"),
     ],
 )
