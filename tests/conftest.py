@@ -35,6 +35,9 @@ from tests.virtual_time import VirtualTime
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Nothing that importing and collecting make is garbage: see pytest_collection_finish.
+gc.disable()
+
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -126,6 +129,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 def _torch_missing() -> str | None:
