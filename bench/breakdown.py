@@ -34,9 +34,18 @@ from forge.llm import Options
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "attention",
-        ("mha", "xqa", "batchprefill", "batchdecode", "mergestate", "flash", "attention"),
+        (
+            *("mha", "xqa", "batchprefill", "batchdecode", "mergestate", "flash", "attention"),
+            *("decode_qkv", "decode_queries"),
+        ),
     ),
-    ("sampling", ("draw", "score_tile", "_pick", "sampl", "argmax", "softmax", "topk", "sort")),
+    (
+        "sampling",
+        (
+            *("draw", "score_tile", "_pick", "sampl", "adjust", "logprobs"),
+            *("argmax", "softmax", "topk", "sort"),
+        ),
+    ),
     ("copies", ("memcpy", "memset", "direct_copy", "catarray")),
     (
         "gemm",

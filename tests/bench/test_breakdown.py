@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ import pytest
 
 from forge.bench import breakdown
 from forge.errors import InvalidConfig
+
+MODELS = Path(breakdown.__file__).resolve().parents[1] / "forge" / "models" / "hf"
+
+CUDA_KERNEL = re.compile(
+    r"__global__ void(?:\s+[A-Z_]+|\s+__\w+__\([^()]*(?:\([^()]*\))?[^()]*\))*\s+(\w+)\("
+)
 
 with_matplotlib = pytest.mark.skipif(
     find_spec("matplotlib") is None, reason="matplotlib is not installed"
@@ -81,3 +88,10 @@ def test_a_record_that_is_missing_is_one_line(
     missing = str(tmp_path / "none.json")
     assert breakdown.run_cli(["--plot", str(tmp_path / "picture.png"), missing]) == 1
     assert capsys.readouterr().err.startswith("forge.bench.breakdown: ")
+
+
+def test_every_cuda_kernel_of_forge_has_a_group() -> None:
+    sources = [path.read_text() for path in sorted(MODELS.rglob("*.cu"))]
+    kernels = [name for source in sources for name in CUDA_KERNEL.findall(source)]
+    assert len(kernels) == sum(source.count("__global__ void") for source in sources) > 0
+    assert not [name for name in kernels if breakdown.kernel_group(name) == breakdown.OTHER]
