@@ -1,0 +1,303 @@
+// CUDA kernels of a sum over the ranks of one host, with the residual and the RMS norm that follow it.
+//
+// Own the exchange between devices and the arithmetic. Compiled and launched by all_reduce.py.
+//
+//     rank 0   x ─┬──────── push ─────────► slot 0 of rank 1's memory
+//                 └─► slot 0 + slot 1 ─► + residual ─► out ─► norm ─► normed      on every rank, equal bits
+//     rank 1   x ───────── push ─────────► slot 1 of rank 0's memory
+//
+//     reduce_packets   a word of data travels with the number of its call in 8 bytes: no flag, no fence, twice the bytes
+//     reduce_flagged   16 bytes of data; then a CTA writes one flag to the same CTA of each rank
+//
+// Data are pushed, so that a rank waits for memory of its own device, and one way over the link is all of the latency.
+// Each kernel has its own memory and its own number of the call, `epoch`. A call writes to half `epoch % 2` of the slots.
+//
+// Always true: one half is not written again before it has been read. A rank pushes call e + 2 after its call e + 1 has
+// ended. That one read data of call e + 1 from every rank, which each pushed after its call e had ended, so after its last
+// load of that half. Calls of a rank are in one stream, whose kernels end in order: an early launch waits for the end of
+// the kernel before. The argument needs no barrier and no number of CTAs, and holds for each kernel alone, so any calls
+// may be mixed, in graphs or not. All ranks make the same calls in the same order.
+// A load of a packet returns one 8-byte store as a whole (PTX: an aligned 64-bit access is single-copy atomic; a vector is
+// several such). Flagged data precede the flag: bar.sync, st.release.sys, ld.acquire.sys, bar.sync.
+// Epochs are 32 bits, and 0 is skipped. A packet from 2^32 calls ago whose place was not written since would look new.
+//
+// The next epoch is in a counter for each CTA that any grid may have. A CTA reads its own only, and writes its own and
+// those of CTAs that its grid lacks: all are equal after a call, without an atomic operation.
+//
+// WORLD         ranks, at least 2
+// FLOAT_F32     x is float32; FLOAT_F16: float16; else bfloat16
+// MAX_THREADS   most threads of a CTA
+// VECTORS       most vectors of 16 bytes that a thread has of a chunk
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef long long i64;
+
+#ifdef __CUDACC__
+#define SHARED_SUMS(name) __shared__ float name[2][MAX_THREADS / 32]
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+}
+// Two packets. Past L1, which is not coherent.
+__device__ __forceinline__ void store_packets(uint4* target, u64 first, u64 second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(target), "l"(first), "l"(second) : "memory");
+}
+__device__ __forceinline__ void load_packets(const uint4* source, u64& first, u64& second) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(source) : "memory");
+}
+__device__ __forceinline__ void store_data(uint4* target, uint4 value) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"l"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_data(const uint4* source) {
+  uint4 value;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(source)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_flag(u32* target, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+__device__ __forceinline__ u32 load_flag(const u32* source) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+__device__ __forceinline__ u32 load_counter(const u32* source) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+__device__ __forceinline__ void spin() {}
+__device__ __forceinline__ u16 to_half(float x) {
+  u16 bits;
+#ifdef FLOAT_F16
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+#endif
+  return bits;
+}
+__device__ __forceinline__ float from_half(u16 bits) {
+#ifdef FLOAT_F16
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+#else
+  return __uint_as_float((u32)bits << 16);
+#endif
+}
+#endif
+
+#ifdef FLOAT_F32
+constexpr int ELEMENTS = 4;  // of a vector
+__device__ __forceinline__ void unpack_word(u32 word, float* target) { target[0] = __uint_as_float(word); }
+__device__ __forceinline__ u32 pack_word(const float* source) { return __float_as_uint(source[0]); }
+__device__ __forceinline__ float round_once(float x) { return x; }
+#else
+constexpr int ELEMENTS = 8;
+__device__ __forceinline__ void unpack_word(u32 word, float* target) {
+  target[0] = from_half(word & 0xffff);
+  target[1] = from_half(word >> 16);
+}
+__device__ __forceinline__ u32 pack_word(const float* source) { return to_half(source[0]) | (u32)to_half(source[1]) << 16; }
+__device__ __forceinline__ float round_once(float x) { return from_half(to_half(x)); }
+#endif
+constexpr int WORD_ELEMENTS = ELEMENTS / 4;
+
+__device__ __forceinline__ void unpack(uint4 value, float (&target)[ELEMENTS]) {
+  unpack_word(value.x, target);
+  unpack_word(value.y, target + WORD_ELEMENTS);
+  unpack_word(value.z, target + 2 * WORD_ELEMENTS);
+  unpack_word(value.w, target + 3 * WORD_ELEMENTS);
+}
+__device__ __forceinline__ uint4 pack(const float (&source)[ELEMENTS]) {
+  return {pack_word(source), pack_word(source + WORD_ELEMENTS), pack_word(source + 2 * WORD_ELEMENTS),
+          pack_word(source + 3 * WORD_ELEMENTS)};
+}
+
+// Memory of one kernel on every device, at the same offsets.
+struct Exchange {
+  i64 slots_offset;  // slots [half][rank of the data]
+  i64 slot_bytes;
+  i64 flags_offset;  // flags [half][CTA][rank of the flag]
+  int rank, max_ctas;
+};
+
+// A vector is 4 packets in two lines of 512 bytes for each 32 vectors: a warp writes whole lines.
+struct Packets {
+  static constexpr bool HAS_FLAGS = false;
+  static __device__ __forceinline__ u64 packet(u32 word, u32 epoch) { return (u64)epoch << 32 | word; }
+  static __device__ __forceinline__ int first_line(int index) { return index / 32 * 64 + index % 32; }
+  static __device__ __forceinline__ void push(uint4* slot, int index, uint4 value, u32 epoch) {
+    uint4* target = slot + first_line(index);
+    store_packets(target, packet(value.x, epoch), packet(value.y, epoch));
+    store_packets(target + 32, packet(value.z, epoch), packet(value.w, epoch));
+  }
+  // Returns the vector of every rank, this one's from x.
+  static __device__ __forceinline__ void receive(const uint4* slots, int slot_vectors, int rank, const uint4* x, int index,
+                                                 u32 epoch, uint4 (&parts)[WORLD]) {
+    const uint4 own = x[index];
+    bool is_complete;
+    do {
+      is_complete = true;
+      // The loads of all ranks are on their way together: that of the own slot is ignored.
+#pragma unroll
+      for (int source = 0; source < WORLD; source++) {
+        const uint4* packets = slots + (i64)source * slot_vectors + first_line(index);
+        u64 x, y, z, w;
+        load_packets(packets, x, y);
+        load_packets(packets + 32, z, w);
+        parts[source] = {(u32)x, (u32)y, (u32)z, (u32)w};
+        const bool has_arrived = (u32)(x >> 32) == epoch & (u32)(y >> 32) == epoch & (u32)(z >> 32) == epoch &
+                                 (u32)(w >> 32) == epoch;
+        is_complete &= has_arrived | source == rank;
+      }
+      if (!is_complete) spin();
+    } while (!is_complete);
+#pragma unroll
+    for (int source = 0; source < WORLD; source++)
+      if (source == rank) parts[source] = own;
+  }
+};
+
+struct Flagged {
+  static constexpr bool HAS_FLAGS = true;
+  static __device__ __forceinline__ void push(uint4* slot, int index, uint4 value, u32) { store_data(slot + index, value); }
+  static __device__ __forceinline__ void receive(const uint4* slots, int slot_vectors, int rank, const uint4* x, int index,
+                                                 u32, uint4 (&parts)[WORLD]) {
+#pragma unroll
+    for (int source = 0; source < WORLD; source++)
+      parts[source] = load_data((source == rank ? x : slots + (i64)source * slot_vectors) + index);
+  }
+};
+
+// Tells the same CTA of each rank that this one's data are written, and waits for theirs.
+__device__ __forceinline__ void exchange_flags(const u64* buffers, const Exchange& exchange, u32 epoch) {
+  const int peer = threadIdx.x, rank = exchange.rank;
+  if (peer < WORLD && peer != rank) {
+    const i64 first = exchange.flags_offset + 4 * ((i64)(epoch & 1) * exchange.max_ctas + blockIdx.x) * WORLD;
+    store_flag((u32*)(buffers[peer] + first) + rank, epoch);
+    const u32* flag = (const u32*)(buffers[rank] + first) + peer;
+    while (load_flag(flag) != epoch) spin();
+  }
+  __syncthreads();
+}
+
+// Returns the vector of every rank's x added in the order of ranks, plus the residual, in `sum`.
+template <class Protocol>
+__device__ __forceinline__ void receive_sum(const uint4* slots, int slot_vectors, int rank, const uint4* x,
+                                            const uint4* residual, int index, u32 epoch, float (&sum)[ELEMENTS]) {
+  uint4 shift = {}, parts[WORLD];
+  if (residual) shift = residual[index];
+  Protocol::receive(slots, slot_vectors, rank, x, index, epoch, parts);
+#pragma unroll
+  for (int source = 0; source < WORLD; source++) {
+    float part[ELEMENTS];
+    unpack(parts[source], part);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) sum[i] = source ? sum[i] + part[i] : part[i];
+  }
+  if (!residual) return;
+  float part[ELEMENTS];
+  unpack(shift, part);
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; i++) sum[i] += part[i];
+}
+
+// Returns the sum over the CTA's threads, the same on each. `warp_sums` is not used again before another such call.
+__device__ __forceinline__ float add_threads(float value, float* warp_sums) {
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  float total = 0;
+  for (int warp = 0; warp < blockDim.x / 32; warp++) total += warp_sums[warp];
+  return total;
+}
+
+// Chunks of the vectors go to CTAs in turns. With a norm a chunk is a row.
+template <class Protocol>
+__device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const Exchange& exchange, const uint4* x,
+                                       const uint4* residual, const uint4* weight, uint4* out, uint4* normed,
+                                       int num_vectors, int chunk_vectors, float eps) {
+  SHARED_SUMS(warp_sums);
+  const int rank = exchange.rank, slot_vectors = exchange.slot_bytes / 16, num_threads = blockDim.x;
+  const i64 slots_offset = exchange.slots_offset;
+  u64 memory[WORLD];  // of rank + i
+#pragma unroll
+  for (int i = 0; i < WORLD; i++) memory[i] = buffers[(rank + i) % WORLD] + slots_offset;
+  uint4 scales[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) {
+    const int column = v * num_threads + threadIdx.x;
+    scales[v] = {};
+    if (weight && column < chunk_vectors) scales[v] = weight[column];
+  }
+  wait_for_previous_kernel();
+  const u32 epoch = load_counter(counters + blockIdx.x);
+  const i64 half_vectors = (i64)(epoch & 1) * WORLD * slot_vectors;
+  for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      const int column = v * num_threads + threadIdx.x, index = first + column;
+      if (column >= chunk_vectors || index >= num_vectors) continue;
+      const uint4 value = x[index];
+#pragma unroll
+      for (int i = 1; i < WORLD; i++)
+        Protocol::push((uint4*)memory[i] + half_vectors + (i64)rank * slot_vectors, index, value, epoch);
+    }
+  }
+  __syncthreads();  // All threads have read the counter, and stored their data.
+  const u32 next_epoch = epoch + 1 ? epoch + 1 : 2;
+  for (int cta = blockIdx.x + threadIdx.x * gridDim.x; cta < exchange.max_ctas; cta += num_threads * gridDim.x)
+    counters[cta] = next_epoch;
+  if (Protocol::HAS_FLAGS) exchange_flags(buffers, exchange, epoch);
+
+  const uint4* slots = (const uint4*)memory[0] + half_vectors;
+  int row = 0;
+  for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors, row++) {
+    uint4 sums[VECTORS];
+    float squares = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      const int column = v * num_threads + threadIdx.x, index = first + column;
+      if (column >= chunk_vectors || index >= num_vectors) continue;
+      float sum[ELEMENTS];
+      receive_sum<Protocol>(slots, slot_vectors, rank, x, residual, index, epoch, sum);
+      sums[v] = pack(sum);
+      out[index] = sums[v];
+      unpack(sums[v], sum);
+#pragma unroll
+      for (int i = 0; i < ELEMENTS; i++) squares += sum[i] * sum[i];
+    }
+    if (!weight) continue;
+    const float scale = rsqrtf(add_threads(squares, warp_sums[row & 1]) / (chunk_vectors * ELEMENTS) + eps);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      const int column = v * num_threads + threadIdx.x;
+      if (column >= chunk_vectors) continue;
+      float value[ELEMENTS], factor[ELEMENTS];
+      unpack(sums[v], value);
+      unpack(scales[v], factor);
+#pragma unroll
+      for (int i = 0; i < ELEMENTS; i++) value[i] = round_once(value[i] * scale) * factor[i];
+      normed[first + column] = pack(value);
+    }
+  }
+}
+
+#define REDUCE_KERNEL(name, protocol)                                                                               \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                      \
+  name(const u64* buffers, u32* counters, i64 slots_offset, i64 slot_bytes, i64 flags_offset, i64 rank,             \
+       i64 max_ctas, const uint4* x, const uint4* residual, const uint4* weight, uint4* out, uint4* normed,         \
+       i64 num_vectors, i64 chunk_vectors, float eps) {                                                             \
+    const Exchange exchange = {slots_offset, slot_bytes, flags_offset, (int)rank, (int)max_ctas};                   \
+    reduce<protocol>(buffers, counters, exchange, x, residual, weight, out, normed, num_vectors, chunk_vectors, eps); \
+  }
+REDUCE_KERNEL(reduce_packets, Packets)
+REDUCE_KERNEL(reduce_flagged, Flagged)
