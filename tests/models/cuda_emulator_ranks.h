@@ -18,7 +18,7 @@ struct Dim3 { unsigned x; };
 
 namespace emulator {
 
-constexpr int MAX_POLLS = 2000000;  // without a store that arrives
+constexpr int MAX_POLLS = 50000;  // without a store that arrives
 constexpr int MAX_PENDING = 4096;
 
 struct Copy { void* target; const void* source; long long bytes; };

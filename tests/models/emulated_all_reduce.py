@@ -129,14 +129,15 @@ class EmulatedRanks:
             memory[-48:] = b"\xa5" * 48
             assert start % 16 == 0
         self.counters = [
-            [array("I", [first_epoch] * layout.max_ctas) for _ in KERNELS] for _ in range(world_size)
+            [array("I", [first_epoch] * layout.max_ctas) for _ in KERNELS]
+            for _ in range(world_size)
         ]
 
     def run(
         self, calls: Sequence[Call], inputs: Sequence[Inputs], store_delay: int, eps: float
     ) -> tuple[list[list[RankResult]], Reached]:
         """Make the calls on every rank. Return the results by call and rank, and what was seen."""
-        layout, dtype, world_size = self._layout, self._variant.dtype, self._layout.world_size
+        layout, dtype = self._layout, self._variant.dtype
         c_calls = (_CCall * len(calls))()
         kept: list[Any] = []
         addresses: list[int] = []

@@ -47,14 +47,17 @@ def open_ranks(tmp_path_factory: pytest.TempPathFactory) -> Open:
     libraries: dict[Variant, Path] = {}
 
     def open_ranks(
-        variant: Variant, seed: int, *, packet_bytes: int = 512, max_bytes: int = 2048, epoch: int = 1
+        variant: Variant,
+        seed: int,
+        *,
+        packet_bytes: int = 512,
+        max_bytes: int = 2048,
+        epoch: int = 1,
     ) -> EmulatedRanks:
         if variant not in libraries:
             libraries[variant] = folder / f"{len(libraries)}.so"
             compile_ranks(variant, libraries[variant])
-        layout = AllReduceLayout(
-            variant.world_size, MAX_CTAS, MAX_THREADS, packet_bytes, max_bytes
-        )
+        layout = AllReduceLayout(variant.world_size, MAX_CTAS, MAX_THREADS, packet_bytes, max_bytes)
         return EmulatedRanks(libraries[variant], variant, layout, seed, epoch)
 
     return open_ranks

@@ -177,7 +177,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("__init__", "loading", "model", "checked_moves", "block_moves", "host_pool"),
         "block_sums",
         *("runner", "step", "speculation", "sampling"),
-        *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
+        *("decoders", "attention", "ops", "parallel", "tokenizer", "transformers_cache"),
         "kv_cache_pool",
         *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress"),
     ),

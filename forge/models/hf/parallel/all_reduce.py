@@ -31,14 +31,12 @@ from torch import Tensor
 from forge.models.hf.cuda_module import CudaModule, compile_source, with_index
 from forge.models.hf.parallel.all_reduce_layout import (
     MAX_VECTORS,
+    RANK_ENVIRONMENT,
     VECTOR_BYTES,
     AllReduceLayout,
 )
 
 SOURCE = Path(__file__).with_name("all_reduce.cu")
-
-RANK_ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
-"""Variables of every rank's process, set before it uses CUDA: multicast is not used."""
 
 DTYPE_MACROS = {
     torch.bfloat16: "FLOAT_BF16",
@@ -99,8 +97,8 @@ class OneShotAllReduce:
             max_bytes,
         )
         self._modules = {dtype: self._load_module(dtype) for dtype in dtypes}
-        _check_agreement(group, (self.layout, tuple(map(str, dtypes))))
         with torch.cuda.device(self._device):
+            _check_agreement(group, (self.layout, tuple(map(str, dtypes))))
             self._share_memory(group)
 
     def takes(self, x: Tensor, residual: Tensor | None = None) -> bool:

@@ -1,9 +1,10 @@
 """AllReduceLayout: memory and launches of the kernels of all_reduce.cu. Needs no torch.
 
-Owns offsets and sizes of what is shared, and how a call is divided among CTAs. Knows no device.
+Owns the environment of a rank, offsets and sizes of what is shared, and how a call is divided among
+CTAs. Knows no device.
 
     memory of a rank, at the same offsets on each
-    packet slots [half][rank] | data slots [half][rank] | packet flags | data flags [half][CTA][rank]
+    slots of packets [half][rank] | slots of data [half][rank] | flags of data [half][CTA][rank]
 
 Always true: ranks with equal layouts divide an equal call equally, which the kernels rely on. A
 grid has at most `max_ctas` CTAs, which a device runs at the same time: so a CTA that waits for the
@@ -13,6 +14,9 @@ CTA of another rank keeps none from starting.
 from __future__ import annotations
 
 from typing import NamedTuple
+
+RANK_ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+"""Variables of every rank's process, set before it uses CUDA: multicast is not used."""
 
 VECTOR_BYTES = 16
 """Bytes of a load. Rows and messages have a multiple of them."""

@@ -1,0 +1,125 @@
+"""All-reduces on the GPUs of one host: exact sums, and microseconds by size, ours and others'.
+
+Owns the parts and their figures. What a rank does is in forge.bench.all_reduce_rank.
+
+    python -m forge.bench.all_reduce [--ranks 2] [--hidden 2560] [--json FILE]
+
+    check    random calls and replays of several graphs against sums in torch, bit for bit
+    time     a call in a graph of 50, alone, with the residual, with the residual and the norm
+    chain    the two row-parallel products of a layer of Qwen3-4B with their all-reduces
+
+    method    kernel
+    default   reduce_packets for short messages, reduce_flagged for long ones
+    packets, flagged      one of them for all
+    one-shot, two-shot    torch's, over symmetric memory; the sum and the norm are other kernels
+    nccl      NCCL's; the sum and the norm are other kernels
+
+A time is the greatest of all ranks. A part that takes longer than its limit ends all ranks; the
+parts after it run on new ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from forge.bench.rank_processes import run_parts
+from forge.bench.result_file import create_result, write_json
+from forge.bench.workload import print_result
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+CHAIN_ROWS = (1, 8, 64)
+CHECKS = ("packets", "flagged", "default", "graphs")
+MODES = ("sum", "residual", "norm")
+METHODS = ("default", "packets", "flagged", "one-shot", "two-shot", "nccl")
+PART_LIMIT_S = 20.0
+
+
+def name_parts(kinds: Sequence[str], rows: Sequence[int]) -> list[str]:
+    """Return the parts of a run, in order.
+
+    kinds   some of "check", "time" and "chain"
+    """
+    parts: list[str] = []
+    if "check" in kinds:
+        parts += [f"check {name}" for name in CHECKS]
+    if "time" in kinds:
+        parts += [f"time {each} {mode} {m}" for m in rows for mode in MODES for each in METHODS]
+    if "chain" in kinds:
+        methods = ("none", "default", "one-shot", "nccl")
+        parts += [f"chain {each} {m}" for m in CHAIN_ROWS for each in methods]
+    return parts
+
+
+def summarize(part: str, results: Sequence[Any]) -> Any:
+    """Return the figure of a part: the greatest time of all ranks, or the first rank's counts."""
+    if all(isinstance(each, float) for each in results):
+        return round(max(results), 3)
+    return results[0]
+
+
+def find_free_ports() -> int:
+    """Return a port of this host that is free, as are probably those after it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return min(port, 65000)
+
+
+def print_table(figures: dict[str, Any], rows: Sequence[int], hidden: int) -> None:
+    """Print microseconds by size and method, a table for each mode."""
+    for mode in MODES:
+        print(f"{mode + ', us':<16}" + "".join(f"{each:>10}" for each in METHODS))
+        for m in rows:
+            cells = [figures.get(f"time {each} {mode} {m}") for each in METHODS]
+            line = "".join(f"{'-' if cell is None else cell:>10}" for cell in cells)
+            print(f"{m * hidden * 2 / 1024:>10.0f} KiB  {line}")
+
+
+def run_cli(words: Sequence[str] | None = None) -> int:
+    """Run the command line of this module. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m forge.bench.all_reduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs; default 2")
+    parser.add_argument("--hidden", type=int, default=2560, help="columns of a row; default 2560")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="rows of a message")
+    parser.add_argument("--kinds", default="check,time,chain", help="default: check,time,chain")
+    parser.add_argument("--calls", type=int, default=3000, help="calls of a check; default 3000")
+    parser.add_argument("--json", help="file for the figures")
+    args = parser.parse_args(words)
+    # Imported by the ranks: this process uses no device.
+    from forge.bench.all_reduce_rank import Setting, run_rank
+    from forge.models.hf.parallel.all_reduce_layout import RANK_ENVIRONMENT
+
+    os.environ.update(RANK_ENVIRONMENT, MASTER_PORT=str(find_free_ports()))
+    rows = [int(each) for each in args.rows.split(",")]
+    max_bytes = max(2 * args.hidden * max(rows), 2**21 + 2**15)
+    setting = Setting(args.hidden, -(-max_bytes // 512) * 512, args.calls)
+    figures: dict[str, Any] = {}
+
+    def report(part: str, results: list[Any]) -> None:
+        figures[part] = summarize(part, results)
+        print_result({"part": part, "value": figures[part]})
+
+    parts = name_parts(args.kinds.split(","), rows)
+    failures = run_parts(partial(run_rank, setting), args.ranks, parts, PART_LIMIT_S, report)
+    print_table(figures, rows, args.hidden)
+    for each in failures:
+        print(f"forge.bench.all_reduce: {each}", file=sys.stderr)
+    figures |= {"ranks": args.ranks, "hidden": args.hidden, "failures": failures}
+    print_result(figures)
+    if args.json is not None:
+        write_json(args.json, create_result("all_reduce", figures))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli())
