@@ -38,6 +38,8 @@ CHECKS = ("packets", "flagged", "default", "graphs")
 MODES = ("sum", "residual", "norm")
 METHODS = ("default", "packets", "flagged", "one-shot", "two-shot", "nccl")
 PART_LIMIT_S = 20.0
+MIN_MAX_BYTES = 2**21 + 2**15
+"""Longest message of a check, and a row more."""
 
 
 def name_parts(kinds: Sequence[str], rows: Sequence[int]) -> list[str]:
@@ -56,15 +58,15 @@ def name_parts(kinds: Sequence[str], rows: Sequence[int]) -> list[str]:
     return parts
 
 
-def summarize(part: str, results: Sequence[Any]) -> Any:
+def summarize(results: Sequence[Any]) -> Any:
     """Return the figure of a part: the greatest time of all ranks, or the first rank's counts."""
     if all(isinstance(each, float) for each in results):
         return round(max(results), 3)
     return results[0]
 
 
-def find_free_ports() -> int:
-    """Return a port of this host that is free, as are probably those after it."""
+def find_free_port() -> int:
+    """Return a port of this host that is free, and probably those after it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -81,6 +83,27 @@ def print_table(figures: dict[str, Any], rows: Sequence[int], hidden: int) -> No
             print(f"{m * hidden * 2 / 1024:>10.0f} KiB  {line}")
 
 
+def measure(
+    parts: Sequence[str], *, num_ranks: int, hidden: int, rows: Sequence[int], calls: int
+) -> dict[str, Any]:
+    """Run the parts on ranks. Return the figures by part, and failures as sentences."""
+    # Imported by the ranks: this process uses no device.
+    from forge.bench.all_reduce_rank import Setting, run_rank
+    from forge.models.hf.parallel.all_reduce_layout import RANK_ENVIRONMENT
+
+    os.environ.update(RANK_ENVIRONMENT, MASTER_PORT=str(find_free_port()))
+    max_bytes = max(2 * hidden * max(rows), MIN_MAX_BYTES)
+    setting = Setting(hidden, -(-max_bytes // 512) * 512, calls)
+    figures: dict[str, Any] = {}
+
+    def report(part: str, results: list[Any]) -> None:
+        figures[part] = summarize(results)
+        print_result({"part": part, "value": figures[part]})
+
+    failures = run_parts(partial(run_rank, setting), num_ranks, parts, PART_LIMIT_S, report)
+    return figures | {"ranks": num_ranks, "hidden": hidden, "failures": failures}
+
+
 def run_cli(words: Sequence[str] | None = None) -> int:
     """Run the command line of this module. Returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -95,30 +118,21 @@ def run_cli(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=3000, help="calls of a check; default 3000")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args(words)
-    # Imported by the ranks: this process uses no device.
-    from forge.bench.all_reduce_rank import Setting, run_rank
-    from forge.models.hf.parallel.all_reduce_layout import RANK_ENVIRONMENT
-
-    os.environ.update(RANK_ENVIRONMENT, MASTER_PORT=str(find_free_ports()))
     rows = [int(each) for each in args.rows.split(",")]
-    max_bytes = max(2 * args.hidden * max(rows), 2**21 + 2**15)
-    setting = Setting(args.hidden, -(-max_bytes // 512) * 512, args.calls)
-    figures: dict[str, Any] = {}
-
-    def report(part: str, results: list[Any]) -> None:
-        figures[part] = summarize(part, results)
-        print_result({"part": part, "value": figures[part]})
-
-    parts = name_parts(args.kinds.split(","), rows)
-    failures = run_parts(partial(run_rank, setting), args.ranks, parts, PART_LIMIT_S, report)
+    figures = measure(
+        name_parts(args.kinds.split(","), rows),
+        num_ranks=args.ranks,
+        hidden=args.hidden,
+        rows=rows,
+        calls=args.calls,
+    )
     print_table(figures, rows, args.hidden)
-    for each in failures:
+    for each in figures["failures"]:
         print(f"forge.bench.all_reduce: {each}", file=sys.stderr)
-    figures |= {"ranks": args.ranks, "hidden": args.hidden, "failures": failures}
     print_result(figures)
     if args.json is not None:
         write_json(args.json, create_result("all_reduce", figures))
-    return 1 if failures else 0
+    return 1 if figures["failures"] else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tests.models.emulated_kernels import HERE, compile_emulated, decode
 
 SOURCE = HERE.parents[1] / "forge/models/hf/parallel/all_reduce.cu"
 KERNELS = ("reduce_packets", "reduce_flagged")
-MAX_THREADS = 32
+MAX_THREADS = 64
 NO_NUMBER = {"F32": 0x7FC00000, "BF16": 0x7FFF, "F16": 0x7FFF}
 
 
@@ -113,11 +113,11 @@ def compile_ranks(variant: Variant, library: Path) -> None:
 class EmulatedRanks:
     """Ranks that make calls. Memory and counters stay between runs, as on devices.
 
-    first_epoch   number of the first call of each kernel
+    first_call   number of the first call of each kernel
     """
 
     def __init__(
-        self, library: Path, variant: Variant, layout: AllReduceLayout, seed: int, first_epoch: int
+        self, library: Path, variant: Variant, layout: AllReduceLayout, seed: int, first_call: int
     ) -> None:
         self._variant = variant
         self._layout = layout
@@ -129,8 +129,7 @@ class EmulatedRanks:
             memory[-48:] = b"\xa5" * 48
             assert start % 16 == 0
         self.counters = [
-            [array("I", [first_epoch] * layout.max_ctas) for _ in KERNELS]
-            for _ in range(world_size)
+            [array("I", [first_call] * layout.max_ctas) for _ in KERNELS] for _ in range(world_size)
         ]
 
     def run(

@@ -52,13 +52,13 @@ def open_ranks(tmp_path_factory: pytest.TempPathFactory) -> Open:
         *,
         packet_bytes: int = 512,
         max_bytes: int = 2048,
-        epoch: int = 1,
+        first_call: int = 1,
     ) -> EmulatedRanks:
         if variant not in libraries:
             libraries[variant] = folder / f"{len(libraries)}.so"
             compile_ranks(variant, libraries[variant])
         layout = AllReduceLayout(variant.world_size, MAX_CTAS, MAX_THREADS, packet_bytes, max_bytes)
-        return EmulatedRanks(libraries[variant], variant, layout, seed, epoch)
+        return EmulatedRanks(libraries[variant], variant, layout, seed, first_call)
 
     return open_ranks
 
@@ -136,3 +136,66 @@ def test_ranks_get_exact_sums_of_calls_of_any_size_in_any_order_of_their_warps(
         late_stores += reached.late_stores
     assert early_calls
     assert late_stores or store_delay == 1
+
+
+@pytest.mark.parametrize("packet_bytes", [0, 2048])
+def test_each_kernel_alone_adds_messages_of_any_size(open_ranks: Open, packet_bytes: int) -> None:
+    variant, rng = VARIANTS[0], Random(packet_bytes)
+    ranks = open_ranks(variant, 3, packet_bytes=packet_bytes)
+    calls = [Call(8 * vectors, vectors % 2 == 0, None) for vectors in (1, 31, 32, 33, 100, 128)]
+    rows = [Call(8 * rows * width, True, 8 * width) for rows, width in ((7, 5), (1, 128), (4, 32))]
+    run_calls(ranks, variant, calls + rows, rng, 20)
+    used, unused = (1, 0) if packet_bytes == 0 else (0, 1)
+    for counters in ranks.counters:
+        assert list(counters[used]) == [1 + len(calls + rows)] * MAX_CTAS
+        assert list(counters[unused]) == [1] * MAX_CTAS
+
+
+def test_numbers_of_calls_begin_again_after_the_last_and_skip_that_of_unwritten_memory(
+    open_ranks: Open,
+) -> None:
+    variant, rng = VARIANTS[0], Random(7)
+    ranks = open_ranks(variant, 7, first_call=0xFFFFFFFD)
+    calls = [draw_call(rng, variant.dtype, 512) for _ in range(8)]
+    run_calls(ranks, variant, calls, rng, 10)
+    for counters in ranks.counters:
+        # 0xFFFFFFFD to 0xFFFFFFFF, then from 2: even and odd take turns.
+        assert list(counters[0]) == [2 + 8 - 3] * MAX_CTAS
+
+
+def test_equal_inputs_have_equal_norms_in_any_message_and_on_any_run(open_ranks: Open) -> None:
+    """A row's norm depends on the row, not on rows next to it, the kernel or the time.
+
+    A CTA has four rows, each of two warps.
+    """
+    variant, rng, width, num_rows = VARIANTS[0], Random(11), 8 * 40, 4 * MAX_CTAS
+    one_row = draw_inputs(rng, Call(width, True, width), variant)
+    call = Call(num_rows * width, True, width)
+    xs = [x * num_rows for x in one_row.xs]
+    many = Inputs(xs, one_row.residual * num_rows, one_row.weight)
+    norms = []
+    for packet_bytes in (0, 8192):
+        ranks = open_ranks(variant, 11, packet_bytes=packet_bytes, max_bytes=8192)
+        for _ in range(2):
+            results, _ = ranks.run([call], [many], 5, EPS)
+            bits = results[0][0].normed
+            norms += [bits[first : first + width] for first in range(0, len(bits), width)]
+    assert len(norms) == 4 * num_rows
+    assert all(each == norms[0] for each in norms)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS[1:], ids=str)
+def test_thousands_of_calls_of_changing_sizes_have_exact_sums(
+    open_ranks: Open, variant: Variant
+) -> None:
+    rng = Random(str(variant))
+    ranks = open_ranks(variant, 5)
+    early_calls = late_stores = 0
+    for batch in range(30):
+        calls = [draw_call(rng, variant.dtype, 2048) for _ in range(100)]
+        reached = run_calls(ranks, variant, calls, rng, (2, 10, 50, 400)[batch % 4])
+        early_calls += reached.early_calls
+        late_stores += reached.late_stores
+    assert early_calls > 1000
+    assert late_stores > 1000

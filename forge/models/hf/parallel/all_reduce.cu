@@ -10,19 +10,21 @@
 //     reduce_flagged   16 bytes of data; then a CTA writes one flag to the same CTA of each rank
 //
 // Data are pushed, so that a rank waits for memory of its own device, and one way over the link is all of the latency.
-// Each kernel has its own memory and its own number of the call, `epoch`. A call writes to half `epoch % 2` of the slots.
+// Each kernel has its own memory and numbers its calls. A call writes to the slots of its parity, even or odd.
 //
-// Always true: one half is not written again before it has been read. A rank pushes call e + 2 after its call e + 1 has
-// ended. That one read data of call e + 1 from every rank, which each pushed after its call e had ended, so after its last
-// load of that half. Calls of a rank are in one stream, whose kernels end in order: an early launch waits for the end of
-// the kernel before. The argument needs no barrier and no number of CTAs, and holds for each kernel alone, so any calls
-// may be mixed, in graphs or not. All ranks make the same calls in the same order.
-// A load of a packet returns one 8-byte store as a whole (PTX: an aligned 64-bit access is single-copy atomic; a vector is
-// several such). Flagged data precede the flag: bar.sync, st.release.sys, ld.acquire.sys, bar.sync.
-// Epochs are 32 bits, and 0 is skipped. A packet from 2^32 calls ago whose place was not written since would look new.
+// Always true: slots are not written again before they have been read. A rank pushes call n + 2 after its call n + 1 has
+// ended. That one read data of call n + 1 from every rank, which each pushed after its call n had ended, so after its last
+// load of the slots of that parity. Calls of a rank are in one stream, whose kernels end in order: one that is launched
+// early waits for the end of the kernel before. The argument needs no barrier and no number of CTAs, and holds for each
+// kernel alone: any calls may be mixed, in graphs or not, as long as all ranks make the same calls in the same order.
+// A packet is one 8-byte access and never seen in part (PTX: an aligned 64-bit access is single-copy atomic; a vector is
+// several such), so it needs no order of accesses. A rank's loads of a call have returned before its kernel ends.
+// Data precede their flag: bar.sync, st.release.sys, ld.acquire.sys, bar.sync.
+// Numbers of calls have 32 bits, and 0 is skipped: it is that of memory that was never written. A packet of 2^32 calls ago
+// whose place was not written since would look new.
 //
-// The next epoch is in a counter for each CTA that any grid may have. A CTA reads its own only, and writes its own and
-// those of CTAs that its grid lacks: all are equal after a call, without an atomic operation.
+// The number of the next call is in a counter for each CTA that any grid may have. A CTA reads its own only, and writes
+// its own and those of CTAs that its grid lacks: all are equal after a call, without an atomic operation.
 //
 // WORLD         ranks, at least 2
 // FLOAT_F32     x is float32; FLOAT_F16: float16; else bfloat16
@@ -122,25 +124,25 @@ __device__ __forceinline__ uint4 pack(const float (&source)[ELEMENTS]) {
 
 // Memory of one kernel on every device, at the same offsets.
 struct Exchange {
-  i64 slots_offset;  // slots [half][rank of the data]
+  i64 slots_offset;  // slots [parity of the call][rank of the data]
   i64 slot_bytes;
-  i64 flags_offset;  // flags [half][CTA][rank of the flag]
+  i64 flags_offset;  // flags [parity][CTA][rank of the flag]
   int rank, max_ctas;
 };
 
 // A vector is 4 packets in two lines of 512 bytes for each 32 vectors: a warp writes whole lines.
 struct Packets {
   static constexpr bool HAS_FLAGS = false;
-  static __device__ __forceinline__ u64 packet(u32 word, u32 epoch) { return (u64)epoch << 32 | word; }
+  static __device__ __forceinline__ u64 packet(u32 word, u32 call) { return (u64)call << 32 | word; }
   static __device__ __forceinline__ int first_line(int index) { return index / 32 * 64 + index % 32; }
-  static __device__ __forceinline__ void push(uint4* slot, int index, uint4 value, u32 epoch) {
+  static __device__ __forceinline__ void push(uint4* slot, int index, uint4 value, u32 call) {
     uint4* target = slot + first_line(index);
-    store_packets(target, packet(value.x, epoch), packet(value.y, epoch));
-    store_packets(target + 32, packet(value.z, epoch), packet(value.w, epoch));
+    store_packets(target, packet(value.x, call), packet(value.y, call));
+    store_packets(target + 32, packet(value.z, call), packet(value.w, call));
   }
   // Returns the vector of every rank, this one's from x.
   static __device__ __forceinline__ void receive(const uint4* slots, int slot_vectors, int rank, const uint4* x, int index,
-                                                 u32 epoch, uint4 (&parts)[WORLD]) {
+                                                 u32 call, uint4 (&parts)[WORLD]) {
     const uint4 own = x[index];
     bool is_complete;
     do {
@@ -153,8 +155,8 @@ struct Packets {
         load_packets(packets, x, y);
         load_packets(packets + 32, z, w);
         parts[source] = {(u32)x, (u32)y, (u32)z, (u32)w};
-        const bool has_arrived = (u32)(x >> 32) == epoch & (u32)(y >> 32) == epoch & (u32)(z >> 32) == epoch &
-                                 (u32)(w >> 32) == epoch;
+        const bool has_arrived = (u32)(x >> 32) == call & (u32)(y >> 32) == call & (u32)(z >> 32) == call &
+                                 (u32)(w >> 32) == call;
         is_complete &= has_arrived | source == rank;
       }
       if (!is_complete) spin();
@@ -177,13 +179,13 @@ struct Flagged {
 };
 
 // Tells the same CTA of each rank that this one's data are written, and waits for theirs.
-__device__ __forceinline__ void exchange_flags(const u64* buffers, const Exchange& exchange, u32 epoch) {
+__device__ __forceinline__ void exchange_flags(const u64* buffers, const Exchange& exchange, u32 call) {
   const int peer = threadIdx.x, rank = exchange.rank;
   if (peer < WORLD && peer != rank) {
-    const i64 first = exchange.flags_offset + 4 * ((i64)(epoch & 1) * exchange.max_ctas + blockIdx.x) * WORLD;
-    store_flag((u32*)(buffers[peer] + first) + rank, epoch);
+    const i64 first = exchange.flags_offset + 4 * ((i64)(call & 1) * exchange.max_ctas + blockIdx.x) * WORLD;
+    store_flag((u32*)(buffers[peer] + first) + rank, call);
     const u32* flag = (const u32*)(buffers[rank] + first) + peer;
-    while (load_flag(flag) != epoch) spin();
+    while (load_flag(flag) != call) spin();
   }
   __syncthreads();
 }
@@ -191,10 +193,10 @@ __device__ __forceinline__ void exchange_flags(const u64* buffers, const Exchang
 // Returns the vector of every rank's x added in the order of ranks, plus the residual, in `sum`.
 template <class Protocol>
 __device__ __forceinline__ void receive_sum(const uint4* slots, int slot_vectors, int rank, const uint4* x,
-                                            const uint4* residual, int index, u32 epoch, float (&sum)[ELEMENTS]) {
+                                            const uint4* residual, int index, u32 call, float (&sum)[ELEMENTS]) {
   uint4 shift = {}, parts[WORLD];
   if (residual) shift = residual[index];
-  Protocol::receive(slots, slot_vectors, rank, x, index, epoch, parts);
+  Protocol::receive(slots, slot_vectors, rank, x, index, call, parts);
 #pragma unroll
   for (int source = 0; source < WORLD; source++) {
     float part[ELEMENTS];
@@ -239,8 +241,8 @@ __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const 
     if (weight && column < chunk_vectors) scales[v] = weight[column];
   }
   wait_for_previous_kernel();
-  const u32 epoch = load_counter(counters + blockIdx.x);
-  const i64 half_vectors = (i64)(epoch & 1) * WORLD * slot_vectors;
+  const u32 call = load_counter(counters + blockIdx.x);
+  const i64 parity_vectors = (i64)(call & 1) * WORLD * slot_vectors;
   for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
@@ -249,16 +251,16 @@ __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const 
       const uint4 value = x[index];
 #pragma unroll
       for (int i = 1; i < WORLD; i++)
-        Protocol::push((uint4*)memory[i] + half_vectors + (i64)rank * slot_vectors, index, value, epoch);
+        Protocol::push((uint4*)memory[i] + parity_vectors + (i64)rank * slot_vectors, index, value, call);
     }
   }
   __syncthreads();  // All threads have read the counter, and stored their data.
-  const u32 next_epoch = epoch + 1 ? epoch + 1 : 2;
+  const u32 next_call = call + 1 ? call + 1 : 2;
   for (int cta = blockIdx.x + threadIdx.x * gridDim.x; cta < exchange.max_ctas; cta += num_threads * gridDim.x)
-    counters[cta] = next_epoch;
-  if (Protocol::HAS_FLAGS) exchange_flags(buffers, exchange, epoch);
+    counters[cta] = next_call;
+  if (Protocol::HAS_FLAGS) exchange_flags(buffers, exchange, call);
 
-  const uint4* slots = (const uint4*)memory[0] + half_vectors;
+  const uint4* slots = (const uint4*)memory[0] + parity_vectors;
   int row = 0;
   for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors, row++) {
     uint4 sums[VECTORS];
@@ -268,7 +270,7 @@ __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const 
       const int column = v * num_threads + threadIdx.x, index = first + column;
       if (column >= chunk_vectors || index >= num_vectors) continue;
       float sum[ELEMENTS];
-      receive_sum<Protocol>(slots, slot_vectors, rank, x, residual, index, epoch, sum);
+      receive_sum<Protocol>(slots, slot_vectors, rank, x, residual, index, call, sum);
       sums[v] = pack(sum);
       out[index] = sums[v];
       unpack(sums[v], sum);

@@ -4,7 +4,7 @@ Owns the environment of a rank, offsets and sizes of what is shared, and how a c
 CTAs. Knows no device.
 
     memory of a rank, at the same offsets on each
-    slots of packets [half][rank] | slots of data [half][rank] | flags of data [half][CTA][rank]
+    packet slots [parity][rank] | data slots [parity][rank] | data flags [parity][CTA][rank]
 
 Always true: ranks with equal layouts divide an equal call equally, which the kernels rely on. A
 grid has at most `max_ctas` CTAs, which a device runs at the same time: so a CTA that waits for the
