@@ -6,6 +6,7 @@ Owns the parts and their figures. What a rank does is in forge.bench.all_reduce_
 
     check    random calls and replays of several graphs against sums in torch, bit for bit
     time     a call in a graph of 50, alone, with the residual, with the residual and the norm
+    gather   eight bytes a row of every rank, as ranks that agree on a token need them
     chain    the two row-parallel products of a layer of Qwen3-4B with their all-reduces
 
     method    kernel
@@ -34,6 +35,8 @@ from forge.bench.workload import print_result
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 CHAIN_ROWS = (1, 8, 64)
+GATHER_ROWS = (2, 64, 256)
+KINDS = ("check", "time", "gather", "chain")
 CHECKS = ("packets", "flagged", "default", "graphs")
 MODES = ("sum", "residual", "norm")
 METHODS = ("default", "packets", "flagged", "one-shot", "two-shot", "nccl")
@@ -45,13 +48,15 @@ MIN_MAX_BYTES = 2**21 + 2**15
 def name_parts(kinds: Sequence[str], rows: Sequence[int]) -> list[str]:
     """Return the parts of a run, in order.
 
-    kinds   some of "check", "time" and "chain"
+    kinds   some of KINDS
     """
     parts: list[str] = []
     if "check" in kinds:
         parts += [f"check {name}" for name in CHECKS]
     if "time" in kinds:
         parts += [f"time {each} {mode} {m}" for m in rows for mode in MODES for each in METHODS]
+    if "gather" in kinds:
+        parts += [f"gather {each} {m}" for m in GATHER_ROWS for each in ("default", "nccl")]
     if "chain" in kinds:
         methods = ("none", "default", "one-shot", "nccl")
         parts += [f"chain {each} {m}" for m in CHAIN_ROWS for each in methods]
@@ -114,7 +119,8 @@ def run_cli(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="GPUs; default 2")
     parser.add_argument("--hidden", type=int, default=2560, help="columns of a row; default 2560")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="rows of a message")
-    parser.add_argument("--kinds", default="check,time,chain", help="default: check,time,chain")
+    kinds = ",".join(KINDS)
+    parser.add_argument("--kinds", default=kinds, help=f"default: {kinds}")
     parser.add_argument("--calls", type=int, default=3000, help="calls of a check; default 3000")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args(words)

@@ -20,7 +20,7 @@ from forge.models.hf.parallel.all_reduce_layout import MAX_VECTORS, AllReduceLay
 from tests.models.emulated_kernels import HERE, compile_emulated, decode
 
 SOURCE = HERE.parents[1] / "forge/models/hf/parallel/all_reduce.cu"
-KERNELS = ("reduce_packets", "reduce_flagged")
+KERNELS = ("reduce_packets", "reduce_flagged", "gather_packets")
 MAX_THREADS = 64
 NO_NUMBER = {"F32": 0x7FC00000, "BF16": 0x7FFF, "F16": 0x7FFF}
 
@@ -33,14 +33,15 @@ class Variant(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An all-reduce.
+    """An all-reduce, or an all-gather.
 
     row_elements   elements of a row where there is a norm; else None
     """
 
     num_elements: int
-    has_residual: bool
-    row_elements: int | None
+    has_residual: bool = False
+    row_elements: int | None = None
+    is_gather: bool = False
 
 
 class RankResult(NamedTuple):
@@ -60,7 +61,7 @@ class Inputs(NamedTuple):
 
 class _CCall(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_longlong) for name in ("is_flagged", "num_ctas", "num_threads")),
+        *((name, ctypes.c_longlong) for name in ("kernel", "num_ctas", "num_threads")),
         *((name, ctypes.c_longlong) for name in ("num_vectors", "chunk_vectors", "num_bytes")),
         ("eps", ctypes.c_double),
     )
@@ -129,14 +130,15 @@ class EmulatedRanks:
             memory[-48:] = b"\xa5" * 48
             assert start % 16 == 0
         self.counters = [
-            [array("I", [first_call] * layout.max_ctas) for _ in KERNELS] for _ in range(world_size)
+            [array("I", [first_call] * layout.max_ctas) for _ in range(2)]
+            for _ in range(world_size)
         ]
 
     def run(
         self, calls: Sequence[Call], inputs: Sequence[Inputs], store_delay: int, eps: float
     ) -> tuple[list[list[RankResult]], Reached]:
         """Make the calls on every rank. Return the results by call and rank, and what was seen."""
-        layout, dtype = self._layout, self._variant.dtype
+        layout, dtype, world_size = self._layout, self._variant.dtype, self._layout.world_size
         c_calls = (_CCall * len(calls))()
         kept: list[Any] = []
         addresses: list[int] = []
@@ -145,8 +147,12 @@ class EmulatedRanks:
             item = given.weight.itemsize
             num_bytes = call.num_elements * item
             row_bytes = None if call.row_elements is None else call.row_elements * item
-            launch = layout.select_launch(num_bytes, row_bytes)
-            c_call.is_flagged = launch.kernel == "reduce_flagged"
+            launch = (
+                layout.select_gather(num_bytes)
+                if call.is_gather
+                else layout.select_launch(num_bytes, row_bytes)
+            )
+            c_call.kernel = KERNELS.index(launch.kernel)
             c_call.num_ctas, c_call.num_threads = launch.num_ctas, launch.num_threads
             c_call.num_vectors, c_call.chunk_vectors = num_bytes // 16, launch.chunk_vectors
             c_call.num_bytes, c_call.eps = num_bytes, eps
@@ -154,7 +160,8 @@ class EmulatedRanks:
             for x in given.xs:
                 blank = array(given.weight.typecode, [NO_NUMBER[dtype]] * call.num_elements)
                 late_x, late_residual, weight = map(aligned_copy, (x, given.residual, given.weight))
-                copies = [aligned_copy(blank) for _ in range(4)]
+                num_outputs = world_size if call.is_gather else 1
+                copies = [aligned_copy(blank * each) for each in (1, 1, num_outputs, 1)]
                 kept += [late_x, late_residual, weight, copies]
                 early_x, early_residual, out, normed = (start for _, start in copies)
                 has_norm = call.row_elements is not None

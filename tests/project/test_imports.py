@@ -174,10 +174,10 @@ LAZY_IMPORTS: dict[str, set[str]] = {
 # package -> its folders and files, top to bottom: each imports from itself and from those below it.
 ORDER: dict[str, tuple[str, ...]] = {
     "models.hf": (
-        *("__init__", "loading", "model", "checked_moves", "block_moves", "host_pool"),
+        *("__init__", "loading", "parallel", "model", "checked_moves", "block_moves", "host_pool"),
         "block_sums",
         *("runner", "step", "speculation", "sampling"),
-        *("decoders", "attention", "ops", "parallel", "tokenizer", "transformers_cache"),
+        *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
         "kv_cache_pool",
         *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress"),
     ),

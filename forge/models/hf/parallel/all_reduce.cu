@@ -1,4 +1,4 @@
-// CUDA kernels of a sum over the ranks of one host, with the residual and the RMS norm that follow it.
+// CUDA kernels of a sum over the ranks of one host, with the residual and the RMS norm that follow it, and of a copy.
 //
 // Own the exchange between devices and the arithmetic. Compiled and launched by all_reduce.py.
 //
@@ -8,15 +8,16 @@
 //
 //     reduce_packets   a word of data travels with the number of its call in 8 bytes: no flag, no fence, twice the bytes
 //     reduce_flagged   16 bytes of data; then a CTA writes one flag to the same CTA of each rank
+//     gather_packets   x of all ranks, in packets: a call of reduce_packets without the sum
 //
 // Data are pushed, so that a rank waits for memory of its own device, and one way over the link is all of the latency.
-// Each kernel has its own memory and numbers its calls. A call writes to the slots of its parity, even or odd.
+// Packets and flagged data have their own memory, and their own numbers of calls. A call writes to the slots of its parity, even or odd.
 //
 // Always true: slots are not written again before they have been read. A rank pushes call n + 2 after its call n + 1 has
 // ended. That one read data of call n + 1 from every rank, which each pushed after its call n had ended, so after its last
 // load of the slots of that parity. Calls of a rank are in one stream, whose kernels end in order: one that is launched
-// early waits for the end of the kernel before. The argument needs no barrier and no number of CTAs, and holds for each
-// kernel alone: any calls may be mixed, in graphs or not, as long as all ranks make the same calls in the same order.
+// early waits for the end of the kernel before. The argument needs no barrier and no number of CTAs, and holds for packets
+// and for flagged data alone: any calls may be mixed, in graphs or not, as long as all ranks make the same calls in the same order.
 // A packet is one 8-byte access and never seen in part (PTX: an aligned 64-bit access is single-copy atomic; a vector is
 // several such), so it needs no order of accesses. A rank's loads of a call have returned before its kernel ends.
 // Data precede their flag: bar.sync, st.release.sys, ld.acquire.sys, bar.sync.
@@ -222,27 +223,19 @@ __device__ __forceinline__ float add_threads(float value, float* warp_sums) {
   return total;
 }
 
-// Chunks of the vectors go to CTAs in turns. With a norm a chunk is a row.
+// Waits for the kernel before, sends x to all ranks, and returns the number of this call. Chunks of the vectors go to
+// CTAs in turns.
 template <class Protocol>
-__device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const Exchange& exchange, const uint4* x,
-                                       const uint4* residual, const uint4* weight, uint4* out, uint4* normed,
-                                       int num_vectors, int chunk_vectors, float eps) {
-  SHARED_SUMS(warp_sums);
-  const int rank = exchange.rank, slot_vectors = exchange.slot_bytes / 16, num_threads = blockDim.x;
-  const i64 slots_offset = exchange.slots_offset;
+__device__ __forceinline__ u32 push(const u64* buffers, u32* counters, const Exchange& exchange, const uint4* x,
+                                    int num_vectors, int chunk_vectors) {
+  const int rank = exchange.rank, num_threads = blockDim.x;
+  const i64 slot_vectors = exchange.slot_bytes / 16;
   u64 memory[WORLD];  // of rank + i
 #pragma unroll
-  for (int i = 0; i < WORLD; i++) memory[i] = buffers[(rank + i) % WORLD] + slots_offset;
-  uint4 scales[VECTORS];
-#pragma unroll
-  for (int v = 0; v < VECTORS; v++) {
-    const int column = v * num_threads + threadIdx.x;
-    scales[v] = {};
-    if (weight && column < chunk_vectors) scales[v] = weight[column];
-  }
+  for (int i = 1; i < WORLD; i++) memory[i] = buffers[(rank + i) % WORLD] + exchange.slots_offset;
   wait_for_previous_kernel();
   const u32 call = load_counter(counters + blockIdx.x);
-  const i64 parity_vectors = (i64)(call & 1) * WORLD * slot_vectors;
+  const i64 slot_offset = ((i64)(call & 1) * WORLD + rank) * slot_vectors;
   for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
@@ -250,8 +243,7 @@ __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const 
       if (column >= chunk_vectors || index >= num_vectors) continue;
       const uint4 value = x[index];
 #pragma unroll
-      for (int i = 1; i < WORLD; i++)
-        Protocol::push((uint4*)memory[i] + parity_vectors + (i64)rank * slot_vectors, index, value, call);
+      for (int i = 1; i < WORLD; i++) Protocol::push((uint4*)memory[i] + slot_offset, index, value, call);
     }
   }
   __syncthreads();  // All threads have read the counter, and stored their data.
@@ -259,8 +251,31 @@ __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const 
   for (int cta = blockIdx.x + threadIdx.x * gridDim.x; cta < exchange.max_ctas; cta += num_threads * gridDim.x)
     counters[cta] = next_call;
   if (Protocol::HAS_FLAGS) exchange_flags(buffers, exchange, call);
+  return call;
+}
 
-  const uint4* slots = (const uint4*)memory[0] + parity_vectors;
+// Slots of this rank to which a call writes.
+__device__ __forceinline__ const uint4* own_slots(u64 memory, const Exchange& exchange, u32 call) {
+  return (const uint4*)(memory + exchange.slots_offset + (i64)(call & 1) * WORLD * exchange.slot_bytes);
+}
+
+// With a norm a chunk is a row.
+template <class Protocol>
+__device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const Exchange& exchange, const uint4* x,
+                                       const uint4* residual, const uint4* weight, uint4* out, uint4* normed,
+                                       int num_vectors, int chunk_vectors, float eps) {
+  SHARED_SUMS(warp_sums);
+  const int rank = exchange.rank, slot_vectors = exchange.slot_bytes / 16, num_threads = blockDim.x;
+  const u64 memory = buffers[rank];
+  uint4 scales[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) {
+    const int column = v * num_threads + threadIdx.x;
+    scales[v] = {};
+    if (weight && column < chunk_vectors) scales[v] = weight[column];
+  }
+  const u32 call = push<Protocol>(buffers, counters, exchange, x, num_vectors, chunk_vectors);
+  const uint4* slots = own_slots(memory, exchange, call);
   int row = 0;
   for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors, row++) {
     uint4 sums[VECTORS];
@@ -303,3 +318,22 @@ __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const 
   }
 REDUCE_KERNEL(reduce_packets, Packets)
 REDUCE_KERNEL(reduce_flagged, Flagged)
+
+// out [WORLD, num_vectors] is x of every rank.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
+gather_packets(const u64* buffers, u32* counters, i64 slots_offset, i64 slot_bytes, i64 flags_offset, i64 rank,
+               i64 max_ctas, const uint4* x, uint4* out, i64 num_vectors, i64 chunk_vectors) {
+  const Exchange exchange = {slots_offset, slot_bytes, flags_offset, (int)rank, (int)max_ctas};
+  const u64 memory = buffers[rank];
+  const u32 call = push<Packets>(buffers, counters, exchange, x, num_vectors, chunk_vectors);
+  const uint4* slots = own_slots(memory, exchange, call);
+  // A chunk has a vector for each thread.
+  for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors) {
+    const int index = first + threadIdx.x;
+    if (index >= num_vectors) continue;
+    uint4 parts[WORLD];
+    Packets::receive(slots, slot_bytes / 16, rank, x, index, call, parts);
+#pragma unroll
+    for (int source = 0; source < WORLD; source++) out[source * num_vectors + index] = parts[source];
+  }
+}

@@ -33,6 +33,7 @@ from forge.models.hf.parallel.all_reduce_layout import (
     MAX_VECTORS,
     RANK_ENVIRONMENT,
     VECTOR_BYTES,
+    AllReduceLaunch,
     AllReduceLayout,
 )
 
@@ -45,7 +46,7 @@ DTYPE_MACROS = {
 }
 """Macro of all_reduce.cu for each dtype that the kernels add."""
 
-KERNELS = ("reduce_packets", "reduce_flagged")
+KERNELS = ("reduce_packets", "reduce_flagged", "gather_packets")
 
 MAX_THREADS = 512
 """Most threads of a CTA. With all registers of a multiprocessor, a thread may have 128."""
@@ -134,7 +135,7 @@ class OneShotAllReduce:
         """
         assert self.takes(x, residual), f"x {x.dtype} {x.shape} {x.stride()}"
         out = torch.empty_like(x)
-        self._launch(x, residual, None, out, None, 0.0)
+        self._reduce(x, residual, None, out, None, 0.0)
         return out
 
     def all_reduce_norm(
@@ -147,8 +148,25 @@ class OneShotAllReduce:
         """
         assert self.takes_norm(x, residual, weight), f"x {x.dtype} {x.shape} {x.stride()}"
         out, normed = torch.empty_like(x), torch.empty_like(x)
-        self._launch(x, residual, weight, out, normed, eps)
+        self._reduce(x, residual, weight, out, normed, eps)
         return out, normed
+
+    def takes_gather(self, x: Tensor) -> bool:
+        """Return whether `all_gather` copies this tensor, of any dtype."""
+        return (
+            0 < x.nbytes <= self.layout.max_packet_bytes
+            and x.is_contiguous()
+            and x.nbytes % VECTOR_BYTES == 0
+            and x.data_ptr() % VECTOR_BYTES == 0
+        )
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return x of every rank, [world_size, *x.shape], in the order of ranks."""
+        assert self.takes_gather(x), f"x {x.dtype} {x.shape} {x.stride()}"
+        out = x.new_empty((self.world_size, *x.shape))
+        module = next(iter(self._modules.values()))
+        self._launch(module, self.layout.select_gather(x.nbytes), x, (out,))
+        return out
 
     def _load_module(self, dtype: torch.dtype) -> CudaModule:
         macros = (
@@ -173,14 +191,15 @@ class OneShotAllReduce:
         self._addresses = torch.tensor(
             self._handle.buffer_ptrs, dtype=torch.int64, device=self._device
         )
-        # Numbers of the next call of each kernel, for each CTA.
+        # Numbers of the next call with packets and with flags, for each CTA.
         ones = torch.ones(self.layout.max_ctas, dtype=torch.int32, device=self._device)
-        self._counters = {kernel: ones.clone() for kernel in KERNELS}
+        packets, flagged = ones.clone(), ones.clone()
+        self._counters = dict(zip(KERNELS, (packets, flagged, packets), strict=True))
         # Zeros are everywhere before the first call of any rank.
         torch.cuda.synchronize(self._device)
         dist.barrier(group)
 
-    def _launch(
+    def _reduce(
         self,
         x: Tensor,
         residual: Tensor | None,
@@ -190,20 +209,30 @@ class OneShotAllReduce:
         eps: float,
     ) -> None:
         launch = self.layout.select_launch(x.nbytes, None if weight is None else weight.nbytes)
+        self._launch(self._modules[x.dtype], launch, x, (residual, weight, out, normed), eps)
+
+    def _launch(
+        self,
+        module: CudaModule,
+        launch: AllReduceLaunch,
+        x: Tensor,
+        others: Sequence[Tensor | None],
+        *numbers: float,
+    ) -> None:
         arguments = (
             self._addresses,
             self._counters[launch.kernel],
             *self.layout.region(launch.kernel),
             self.rank,
             self.layout.max_ctas,
-            *(x, residual, weight, out, normed),
+            x,
+            *others,
             x.nbytes // VECTOR_BYTES,
             launch.chunk_vectors,
-            eps,
+            *numbers,
         )
-        self._modules[x.dtype].launch(
-            launch.kernel, (launch.num_ctas, 1), launch.num_threads, 0, arguments, pdl=True
-        )
+        grid = (launch.num_ctas, 1)
+        module.launch(launch.kernel, grid, launch.num_threads, 0, arguments, pdl=True)
 
 
 def _check_environment() -> None:

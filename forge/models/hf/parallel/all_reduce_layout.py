@@ -83,10 +83,10 @@ class AllReduceLayout(NamedTuple):
         return 4 * 2 * self.max_ctas * self.world_size
 
     def region(self, kernel: str) -> ExchangeRegion:
-        """Return the memory of a kernel. Packets have no flags."""
+        """Return the memory of a kernel. Those of packets share it, and have no flags."""
         # Two lines of 512 bytes for each 32 vectors, the last 32 included.
         packet_slot = 2 * _round_up(self.max_packet_bytes, 512)
-        if kernel == "reduce_packets":
+        if kernel != "reduce_flagged":
             return ExchangeRegion(0, packet_slot, 0)
         start = 2 * self.world_size * packet_slot
         data_slot = _round_up(self.max_bytes, 512)
@@ -97,7 +97,7 @@ class AllReduceLayout(NamedTuple):
 
         row_bytes   bytes of a row where the norm of each row is computed; None: no norm
         """
-        kernel = "reduce_packets" if num_bytes <= self.max_packet_bytes else "reduce_flagged"
+        is_short = num_bytes <= self.max_packet_bytes
         num_vectors = num_bytes // VECTOR_BYTES
         if row_bytes is None:
             share = max(-(-num_vectors // self.max_ctas), min(_CHUNK_VECTORS, num_vectors))
@@ -106,7 +106,12 @@ class AllReduceLayout(NamedTuple):
             chunk = row_bytes // VECTOR_BYTES
             num_threads = min(self.max_threads, _round_up(chunk, 32))
         num_ctas = min(self.max_ctas, -(-num_vectors // chunk))
+        kernel = "reduce_packets" if is_short else "reduce_flagged"
         return AllReduceLaunch(kernel, num_ctas, num_threads, chunk)
+
+    def select_gather(self, num_bytes: int) -> AllReduceLaunch:
+        """Return the launch that gathers `num_bytes` of each rank, at most `max_packet_bytes`."""
+        return self.select_launch(num_bytes, None)._replace(kernel="gather_packets")
 
 
 def _round_up(value: int, multiple: int) -> int:
