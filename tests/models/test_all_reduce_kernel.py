@@ -155,12 +155,14 @@ def test_a_rank_that_is_ahead_leaves_what_others_have_not_read(
     assert reached.early_calls > 100
 
 
-@pytest.mark.parametrize("packet_bytes", [0, 2048])
+@pytest.mark.parametrize("packet_bytes", [0, 8192])
 def test_each_kernel_alone_adds_messages_of_any_size(open_ranks: Open, packet_bytes: int) -> None:
     variant, rng = VARIANTS[0], Random(packet_bytes)
-    ranks = open_ranks(variant, 3, packet_bytes=packet_bytes)
+    ranks = open_ranks(variant, 3, packet_bytes=packet_bytes, max_bytes=8192)
     calls = [Call(8 * vectors, vectors % 2 == 0) for vectors in (1, 31, 32, 33, 100, 128)]
-    rows = [Call(8 * rows * width, True, 8 * width) for rows, width in ((7, 5), (1, 128), (4, 32))]
+    # The last: each CTA has four rows, of two warps.
+    shapes = ((7, 5), (1, 128), (4, 32), *[(4 * MAX_CTAS, 40)] * 5)
+    rows = [Call(8 * rows * width, True, 8 * width) for rows, width in shapes]
     run_calls(ranks, variant, calls + rows, rng, 20)
     used, unused = (1, 0) if packet_bytes == 0 else (0, 1)
     for counters in ranks.counters:

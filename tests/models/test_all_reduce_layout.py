@@ -38,8 +38,9 @@ def test_the_ctas_of_a_launch_have_all_vectors_and_no_more_threads_than_the_layo
             continue
         launch = layout.select_launch(num_bytes, None)
         assert (launch.kernel == "reduce_packets") == (num_bytes <= layout.max_packet_bytes)
-        assert launch.num_threads == launch.chunk_vectors <= layout.max_threads
+        assert launch.num_threads <= layout.max_threads
         assert launch.num_threads % 32 == 0
+        assert launch.chunk_vectors in [each * launch.num_threads for each in (1, 2, 3, 4)]
         num_chunks = -(-num_bytes // (16 * launch.chunk_vectors))
         assert launch.num_ctas == min(layout.max_ctas, num_chunks)
 

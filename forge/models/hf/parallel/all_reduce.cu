@@ -237,13 +237,18 @@ __device__ __forceinline__ u32 push(const u64* buffers, u32* counters, const Exc
   const u32 call = load_counter(counters + blockIdx.x);
   const i64 slot_offset = ((i64)(call & 1) * WORLD + rank) * slot_vectors;
   for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors) {
+    uint4 values[VECTORS];  // whose loads are on their way together
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      const int column = v * num_threads + threadIdx.x, index = first + column;
+      if (column < chunk_vectors && index < num_vectors) values[v] = x[index];
+    }
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
       const int column = v * num_threads + threadIdx.x, index = first + column;
       if (column >= chunk_vectors || index >= num_vectors) continue;
-      const uint4 value = x[index];
 #pragma unroll
-      for (int i = 1; i < WORLD; i++) Protocol::push((uint4*)memory[i] + slot_offset, index, value, call);
+      for (int i = 1; i < WORLD; i++) Protocol::push((uint4*)memory[i] + slot_offset, index, values[v], call);
     }
   }
   __syncthreads();  // All threads have read the counter, and stored their data.
@@ -327,13 +332,13 @@ gather_packets(const u64* buffers, u32* counters, i64 slots_offset, i64 slot_byt
   const u64 memory = buffers[rank];
   const u32 call = push<Packets>(buffers, counters, exchange, x, num_vectors, chunk_vectors);
   const uint4* slots = own_slots(memory, exchange, call);
-  // A chunk has a vector for each thread.
   for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors) {
-    const int index = first + threadIdx.x;
-    if (index >= num_vectors) continue;
-    uint4 parts[WORLD];
-    Packets::receive(slots, slot_bytes / 16, rank, x, index, call, parts);
+    for (int column = threadIdx.x; column < chunk_vectors && first + column < num_vectors; column += blockDim.x) {
+      const int index = first + column;
+      uint4 parts[WORLD];
+      Packets::receive(slots, slot_bytes / 16, rank, x, index, call, parts);
 #pragma unroll
-    for (int source = 0; source < WORLD; source++) out[source * num_vectors + index] = parts[source];
+      for (int source = 0; source < WORLD; source++) out[source * num_vectors + index] = parts[source];
+    }
   }
 }

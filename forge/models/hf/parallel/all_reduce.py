@@ -185,12 +185,12 @@ class OneShotAllReduce:
         self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
         self._memory.zero_()
         self._handle = symmetric_memory.rendezvous(self._memory, group)
-        assert self._handle.buffer_ptrs[self.rank] == self._memory.data_ptr(), (
-            "the shared memory begins inside an allocation"
-        )
-        self._addresses = torch.tensor(
-            self._handle.buffer_ptrs, dtype=torch.int64, device=self._device
-        )
+        # Where torch allocates it within a larger block, it begins at the same offset on all ranks.
+        pointers = self._handle.buffer_ptrs
+        offset = self._memory.data_ptr() - pointers[self.rank]
+        _check_agreement(group, offset)
+        addresses = [each + offset for each in pointers]
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         # Numbers of the next call with packets and with flags, for each CTA.
         ones = torch.ones(self.layout.max_ctas, dtype=torch.int32, device=self._device)
         packets, flagged = ones.clone(), ones.clone()

@@ -22,7 +22,7 @@ VECTOR_BYTES = 16
 """Bytes of a load. Rows and messages have a multiple of them."""
 
 MAX_VECTORS = 4
-"""Most vectors of a row that a thread has: VECTORS of all_reduce.cu."""
+"""Most vectors of a chunk that a thread has: VECTORS of all_reduce.cu."""
 
 _CHUNK_VECTORS = 128
 """Vectors of a CTA where there is no norm and the message is small: many CTAs store at a time."""
@@ -101,7 +101,8 @@ class AllReduceLayout(NamedTuple):
         num_vectors = num_bytes // VECTOR_BYTES
         if row_bytes is None:
             share = max(-(-num_vectors // self.max_ctas), min(_CHUNK_VECTORS, num_vectors))
-            num_threads = chunk = min(self.max_threads, _round_up(share, 32))
+            num_threads = min(self.max_threads, _round_up(share, 32))
+            chunk = num_threads * min(MAX_VECTORS, -(-share // num_threads))
         else:
             chunk = row_bytes // VECTOR_BYTES
             num_threads = min(self.max_threads, _round_up(chunk, 32))
