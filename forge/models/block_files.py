@@ -1,13 +1,12 @@
 """BlockFiles: contents of blocks in a folder, one file a block, that several processes may share.
 
-Owns the format of a file, the folder's permissions and its byte budget. Knows no scheduler, pool or
+Owns the folder's permissions and its byte budget. Knows no scheduler, pool or
 tensor: a content is bytes under a key. Whatever is wrong with a file or the disk is a miss.
 
     write   reserve bytes ──► .KEY.N.tmp, locked, at its full size ──► content ──► rename to KEY
-    read    open without following links ──► header ──► checksums ──► content, or None
+    read    open without following links ──► header ──► pieces, each verified ──► the caller
 
-    file    | magic, version, length of pieces and content | layout | key |
-            | crc32 of each piece | crc32 of all before | content |
+The format of a file is in file_format.py.
 
 Always true: files and temporary files together are within the budget, also between two processes.
 A temporary file without a lock is abandoned: its writer has ended.
@@ -25,23 +24,21 @@ import re
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from struct import Struct
 from threading import Lock
-from zlib import crc32
 
 from forge.errors import InvalidConfig, one_line
+from forge.models.file_format import (
+    HASH_BYTES,
+    MAX_CONTENT_BYTES,
+    encode_header,
+    read_for_timing,
+    verified_pieces,
+)
 
-MAGIC, FORMAT_VERSION = b"forge-kv", 1
-HASH_BYTES = 64
-PIECE_BYTES = 256 * 1024
-MAX_CONTENT_BYTES = 2**32
-
-_FIXED = Struct(f"<8sIIQ{HASH_BYTES}s{HASH_BYTES}s")
-"""Magic, version, bytes of a piece, bytes of the content, layout, key."""
-_CRC = Struct("<I")
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO under a key must not block
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of opening a file that say nothing about it."""
@@ -51,25 +48,6 @@ _KEY_NAME = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _TEMPORARY_NAME = re.compile(rf"\.[0-9a-f]{{{2 * HASH_BYTES}}}\.\d+\.tmp")
 _GENERATION = Struct("<Q")
 """Content of the lock file: it grows before each change of the folder."""
-
-
-def _num_pieces(content_bytes: int) -> int:
-    return -(-content_bytes // PIECE_BYTES)
-
-
-def header_bytes(content_bytes: int) -> int:
-    """Return the length of the header of a file with so many bytes of content."""
-    return _FIXED.size + _CRC.size * (_num_pieces(content_bytes) + 1)
-
-
-def encode_header(layout: bytes, key: bytes, content: bytes | memoryview) -> bytes:
-    """Return the header of a file."""
-    assert len(layout) == len(key) == HASH_BYTES, "hashes have 64 bytes"
-    fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, PIECE_BYTES, len(content), layout, key)
-    view = memoryview(content)
-    pieces = (view[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES))
-    header = fixed + b"".join(_CRC.pack(crc32(piece)) for piece in pieces)
-    return header + _CRC.pack(crc32(header))
 
 
 class BlockFiles:
@@ -164,10 +142,13 @@ class BlockFiles:
                 self.remove(temporary)
             return False
 
-    def read(self, key: bytes) -> bytes | None:
-        """Return the content under the key, or None where it is missing or not as it was written.
+    def read(self, key: bytes, write: Callable[[memoryview], bool]) -> bool:
+        """Pass the content under the key to `write` in pieces; return whether all were passed.
 
-        A file that is not as it was written is removed.
+        write   takes the next piece, which is overwritten afterwards. False ends the reading
+
+        Every piece was verified. Those before a damaged one are of no use, and such a file is
+        removed.
         """
         name = key.hex()
         try:
@@ -175,22 +156,21 @@ class BlockFiles:
         except OSError as error:
             if error.errno not in _NO_RESOURCES and self._is_listed(name):
                 self.remove(name)  # a link, or a file that cannot be opened
-            return None
+            return False
         try:
-            content = self._read_verified(fd, key)
-            if content is not None:
-                os.utime(fd)
+            for piece in verified_pieces(fd, self._file_bytes(fd), self.layout, key):
+                if not write(piece):
+                    return False
+            os.utime(fd)
         except OSError:
-            content = None
+            self.remove(name)
+            return False
         finally:
             os.close(fd)
-        if content is None:
-            self.remove(name)
-        else:
-            with self._lock:
-                if name in self._bytes_by_name:
-                    self._bytes_by_name.move_to_end(name)
-        return content
+        with self._lock:
+            if name in self._bytes_by_name:
+                self._bytes_by_name.move_to_end(name)
+        return True
 
     def num_bytes_read(self, key: bytes) -> int:
         """Read a file as `read` does, and return its length: 0 where it cannot be read.
@@ -202,9 +182,9 @@ class BlockFiles:
         except OSError:
             return 0
         try:
-            data = _read_all(fd, os.fstat(fd).st_size)
-            encode_header(self.layout, key, data[_FIXED.size :])
-            return len(data)
+            file_bytes = self._file_bytes(fd)
+            read_for_timing(fd, file_bytes)
+            return file_bytes
         except OSError:
             return 0
         finally:
@@ -232,25 +212,12 @@ class BlockFiles:
             return False
         return True
 
-    def _read_verified(self, fd: int, key: bytes) -> bytes | None:
+    def _file_bytes(self, fd: int) -> int:
+        """Return the length of a file. Raises OSError where it is no file of this user."""
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            return None
-        fixed = os.pread(fd, _FIXED.size, 0)
-        if len(fixed) < _FIXED.size:
-            return None
-        content_bytes = _FIXED.unpack(fixed)[3]
-        num_header = header_bytes(content_bytes)
-        # Before the file is read: a damaged one may be of any length.
-        if content_bytes >= MAX_CONTENT_BYTES or status.st_size != num_header + content_bytes:
-            return None
-        data = _read_all(fd, status.st_size)
-        if len(data) != status.st_size:
-            return None
-        content = data[num_header:]
-        # One comparison of everything: format, layout, key, lengths and checksums.
-        header = encode_header(self.layout, key, content)
-        return content if header == data[:num_header] else None
+            raise OSError(errno.EPERM, "no file of this user")
+        return status.st_size
 
     # The folder.
 
@@ -400,15 +367,3 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def _read_all(fd: int, num_bytes: int) -> bytes:
-    """Return at most `num_bytes` + 1 bytes: one more shows that the file has grown."""
-    parts, num_left = [], num_bytes + 1
-    while num_left:
-        part = os.read(fd, min(num_left, 2**24))
-        if not part:
-            break
-        parts.append(part)
-        num_left -= len(part)
-    return b"".join(parts)

@@ -46,17 +46,12 @@ class CheckedHostBlocks(HostBlocks):
 
         return read_checked
 
-    def writer(self, host_block: int) -> Callable[[bytes], bool]:
-        """Return a call that writes a content and keeps its checksum."""
-        write = super().writer(host_block)
-
-        def write_checked(data: bytes) -> bool:
-            if not write(data):
-                return False
-            self._sums[host_block] = crc32(data)
-            return True
-
-        return write_checked
+    def _write(self, host_block: int, data: bytes) -> bool:
+        """Write a content and keep its checksum."""
+        if not super()._write(host_block, data):
+            return False
+        self._sums[host_block] = crc32(data)
+        return True
 
     def run_moves(self, plan: StepPlan, pages: list[array[int]]) -> None:
         """Do the plan's stores and loads. Raises DamagedBlocks for loads that differ from stores.

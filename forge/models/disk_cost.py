@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from secrets import token_bytes
 
-from forge.models.block_files import HASH_BYTES, BlockFiles, header_bytes
+from forge.models.block_files import BlockFiles
+from forge.models.file_format import HASH_BYTES, header_bytes
 
 WAVES = (2, 4, 8)
 """Files that are read at a time. The last wave counts: fetches are read by as many threads."""

@@ -4,11 +4,13 @@ Owns the moves in progress. Knows no scheduler and no format: a store writes and
 
     begin(plan)   drop what another epoch drops, then start the plan's moves
       spill         host block ──► copy, unless dropped by then ──► store
-      fetch         store ──► content ──► host block, unless dropped by then
+      fetch         store ──► a piece ──► host block, unless dropped by then ──► the next piece
     end(plan)     an answer for each that is done by now
 
 Always true: a store has a copy of the content and never the host block. A move that is dropped can
-go on in its thread: it neither writes a host block nor stores what it has read of one since.
+go on in its thread: it neither writes a host block nor stores what it has read of one since. A drop
+waits for the copy of one piece at most, and never for a store. A host block that has some of its
+pieces only is answered as a miss.
 """
 
 from __future__ import annotations
@@ -28,6 +30,38 @@ MAX_DROPPED_MOVES = 64
 """Most dropped moves that still go on: then new ones fail, so a hung disk fills no memory."""
 
 
+class ContentWriter(Protocol):
+    """A host block that a content is written to. One thread at a time may call it."""
+
+    def write(self, piece: memoryview) -> bool:
+        """Write the next piece, and return whether it fits."""
+        ...
+
+    def complete(self) -> bool:
+        """End the content, and return whether it has the length of a block."""
+        ...
+
+
+@dataclass(slots=True)
+class WholeContent:
+    """ContentWriter that keeps all pieces and writes them when there are no more.
+
+    finish   writes a content, and returns whether it has the length of a block
+    """
+
+    finish: Callable[[bytes], bool]
+    _content: bytearray = field(default_factory=bytearray)
+
+    def write(self, piece: memoryview) -> bool:
+        """Keep the next piece."""
+        self._content += piece
+        return True
+
+    def complete(self) -> bool:
+        """Write all pieces."""
+        return self.finish(bytes(self._content))
+
+
 class HostContents(Protocol):
     """Host blocks, as one plan finds them."""
 
@@ -42,11 +76,8 @@ class HostContents(Protocol):
         """
         ...
 
-    def writer(self, host_block: int) -> Callable[[bytes], bool]:
-        """Return a call that writes a content and returns whether that fits.
-
-        Any thread may make it. Until then the host block has no content.
-        """
+    def writer(self, host_block: int) -> ContentWriter:
+        """Return what writes a content. Until it is complete the host block has none."""
         ...
 
 
@@ -57,8 +88,11 @@ class FileStore(Protocol):
         """Write the content under the key, and return whether that was done."""
         ...
 
-    def read(self, key: bytes) -> bytes | None:
-        """Return the content under the key, or None."""
+    def read(self, key: bytes, write: Callable[[memoryview], bool]) -> bool:
+        """Pass the content under the key to `write` in pieces; return whether all were passed.
+
+        write   takes the next piece, which it may not keep. False ends the reading
+        """
         ...
 
 
@@ -66,8 +100,8 @@ class _NoStore:
     def write(self, key: bytes, content: bytes | memoryview) -> bool:
         return False
 
-    def read(self, key: bytes) -> bytes | None:
-        return None
+    def read(self, key: bytes, write: Callable[[memoryview], bool]) -> bool:
+        return False
 
 
 @dataclass(slots=True)
@@ -182,15 +216,18 @@ class FileMoves:
         return self._submit(spill, claim)
 
     def _start_fetch(self, file: HostFile, contents: HostContents, claim: _Claim) -> Future[bool]:
-        store, write = self._store, contents.writer(file.host_block)
+        store, writer = self._store, contents.writer(file.host_block)
+
+        def write(piece: memoryview) -> bool:
+            with claim.lock:
+                return not claim.is_dropped and writer.write(piece)
 
         def fetch() -> bool:
-            content = store.read(file.key)
-            if content is None:
-                return False
             contents.wait()  # A load of an earlier plan may still read the host block.
+            if not store.read(file.key, write):
+                return False
             with claim.lock:
-                return not claim.is_dropped and write(content)
+                return not claim.is_dropped and writer.complete()
 
         return self._submit(fetch, claim)
 

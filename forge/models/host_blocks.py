@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from forge.models.file_moves import WholeContent
 from forge.seam import HostLoad, HostStore, StepPlan
 
 
@@ -90,19 +91,18 @@ class HostBlocks:
         data = content.tobytes()
         return lambda: data
 
-    def writer(self, host_block: int) -> Callable[[bytes], bool]:
-        """Return a call that writes a content of the right length. Until then there is none."""
+    def writer(self, host_block: int) -> WholeContent:
+        """Return what writes a content of the right length. Until then there is none."""
         self.contents[host_block] = None
+        return WholeContent(lambda data: self._write(host_block, data))
 
-        def write(data: bytes) -> bool:
-            content = array("i")
-            if len(data) != self._block_size * content.itemsize:
-                return False
-            content.frombytes(data)
-            self.contents[host_block] = content
-            return True
-
-        return write
+    def _write(self, host_block: int, data: bytes) -> bool:
+        content = array("i")
+        if len(data) != self._block_size * content.itemsize:
+            return False
+        content.frombytes(data)
+        self.contents[host_block] = content
+        return True
 
     def run_moves(self, plan: StepPlan, pages: list[array[int]]) -> None:
         """Do the plan's stores and loads. Raises ValueError for a load of what was never stored.

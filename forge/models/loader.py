@@ -27,10 +27,10 @@ from typing import Any
 
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
-from forge.models.block_files import HASH_BYTES, header_bytes
 from forge.models.checked_host_blocks import CheckedHostBlocks
 from forge.models.costs import measure_step_costs
 from forge.models.early_start import begin_early
+from forge.models.file_format import HASH_BYTES, header_bytes
 from forge.models.file_moves import FileMoves
 from forge.models.gc_control import freeze_objects, pause_gc
 from forge.models.hash import HashModel

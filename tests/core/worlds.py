@@ -245,15 +245,19 @@ class FaultyStore:
         self.contents[key] = content
         return True
 
-    def read(self, key: bytes) -> bytes | None:
-        """Return the content, nothing, half of it, or raise."""
+    def read(self, key: bytes, write: Callable[[memoryview], bool]) -> bool:
+        """Pass the content in two pieces; or nothing, or one of them, or raise."""
         draw = self._draw(key, "read")
         if draw < 0.03:
             raise OSError("input/output error")
         content = self.contents.get(key)
-        if content is not None and draw < 0.06:
-            return content[: len(content) // 2]
-        return None if draw < 0.1 else content
+        if content is None or 0.06 <= draw < 0.1:
+            return False
+        middle = len(content) // 2
+        if draw < 0.06:
+            # The rest is damaged, or the file is shorter.
+            return write(memoryview(content)[:middle]) and draw < 0.045
+        return write(memoryview(content)[:middle]) and write(memoryview(content)[middle:])
 
     def lateness(self, step: int, file: HostFile) -> int:
         """Return by how many plans the answer is late."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hashlib import blake2b
 from random import Random
 
+from forge.models.file_moves import FileStore
+
 
 def key_of(number: int) -> bytes:
     """Return a key: 64 bytes."""
@@ -14,6 +16,17 @@ def key_of(number: int) -> bytes:
 def content_of(number: int, size: int = 1000) -> bytes:
     """Return the content that belongs to a key of `key_of`."""
     return Random(number).randbytes(size)
+
+
+def read_content(files: FileStore, key: bytes) -> bytes | None:
+    """Return the content under a key as a whole, or None where a piece of it is missing."""
+    content = bytearray()
+
+    def write(piece: memoryview) -> bool:
+        content.extend(piece)
+        return True
+
+    return bytes(content) if files.read(key, write) else None
 
 
 LAYOUT, OTHER_LAYOUT = key_of(-1), key_of(-2)

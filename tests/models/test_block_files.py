@@ -20,7 +20,8 @@ from typing import NamedTuple
 import pytest
 
 from forge.errors import InvalidConfig
-from forge.models.block_files import PIECE_BYTES, BlockFiles, header_bytes
+from forge.models.block_files import BlockFiles
+from forge.models.file_format import PIECE_BYTES, header_bytes
 from tests.models.block_contents import (
     KILLED_BYTES,
     LAYOUT,
@@ -28,6 +29,7 @@ from tests.models.block_contents import (
     OTHER_LAYOUT,
     content_of,
     key_of,
+    read_content,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +54,7 @@ def fill(files: BlockFiles, numbers: range, size: int = 1000) -> None:
 
 
 def read(files: BlockFiles, number: int) -> bytes | None:
-    return files.read(key_of(number))
+    return read_content(files, key_of(number))
 
 
 def bytes_on_disk(folder: Path) -> int:
@@ -74,7 +76,7 @@ def test_a_content_comes_back_in_another_opening(folder: Path, size: int) -> Non
 def test_a_file_of_another_layout_or_key_is_a_miss(folder: Path, files: BlockFiles) -> None:
     fill(files, range(3))
     os.unlink(folder / key_of(1).hex())
-    assert BlockFiles(folder, OTHER_LAYOUT, 10**7).read(key_of(0)) is None
+    assert read(BlockFiles(folder, OTHER_LAYOUT, 10**7), 0) is None
     os.rename(folder / key_of(2).hex(), folder / key_of(3).hex())
     assert read(files, 3) is None
     assert not [each for each in folder.iterdir() if each.name != ".lock"], "misses are removed"
@@ -193,6 +195,52 @@ def test_every_single_byte_of_a_file_counts(folder: Path, files: BlockFiles) -> 
         assert read(files, 0) is None, index
 
 
+def test_pieces_before_a_damaged_one_are_passed_and_none_after(
+    folder: Path, files: BlockFiles
+) -> None:
+    """The second of three has another byte, or the file ends in it."""
+    content = content_of(1, 3 * PIECE_BYTES)
+    path = folder / key_of(1).hex()
+    middle = header_bytes(len(content)) + PIECE_BYTES + 7
+
+    def change(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(middle)
+            file.write(bytes([content[PIECE_BYTES + 7] ^ 1]))
+
+    def cut(path: Path) -> None:
+        os.truncate(path, middle)
+
+    for damage in (change, cut):  # while the first piece is used
+        assert files.write(key_of(1), content)
+        pieces: list[bytes] = []
+
+        def write(
+            piece: memoryview,
+            pieces: list[bytes] = pieces,
+            damage: Callable[[Path], None] = damage,
+        ) -> bool:
+            pieces.append(bytes(piece))
+            damage(path)
+            return True
+
+        assert not files.read(key_of(1), write)
+        assert pieces == [content[:PIECE_BYTES]] and not path.exists()
+
+
+def test_a_file_stays_when_its_reader_wants_no_more(files: BlockFiles) -> None:
+    content = content_of(1, 2 * PIECE_BYTES)
+    assert files.write(key_of(1), content)
+    pieces: list[bytes] = []
+
+    def write(piece: memoryview) -> bool:
+        pieces.append(bytes(piece))
+        return False
+
+    assert not files.read(key_of(1), write)
+    assert pieces == [content[:PIECE_BYTES]] and read(files, 1) == content
+
+
 # The folder.
 
 
@@ -283,7 +331,7 @@ def test_no_more_of_a_file_is_read_than_its_header_promises(
     os.truncate(folder / key_of(0).hex(), 2**43)
     with (folder / key_of(1).hex()).open("wb") as file:
         file.truncate(2**43)
-    monkeypatch.setattr(os, "read", lambda *_: pytest.fail("the content is read"))
+    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("the content is read"))
     assert [read(files, number) for number in range(2)] == [None, None]
     assert not files.keys()
 

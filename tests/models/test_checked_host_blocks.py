@@ -139,8 +139,10 @@ def test_what_a_file_had_is_what_is_loaded() -> None:
     """Another content was stored in the host block before, and a third one is stored after it."""
     blocks, pages = pool(), [page[:] for page in PAGES]
     blocks.run_moves(plan_of(0, stores=(HostStore(1, 0),)), pages)
-    write = blocks.writer(0)
-    assert not write(b"too short") and write(PAGES[2].tobytes())
+    for content, fits in ((b"too short", False), (PAGES[2].tobytes(), True)):
+        writer = blocks.writer(0)
+        assert writer.write(memoryview(content)[:3]) and writer.write(memoryview(content)[3:])
+        assert blocks.contents[0] is None and writer.complete() == fits
     blocks.run_moves(plan_of(1, loads=(HostLoad(0, 0, 3, 0),)), pages)
     assert pages[3] == PAGES[2]
     blocks.run_moves(plan_of(2, stores=(HostStore(1, 0),)), pages)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from forge.models.block_files import BlockFiles, header_bytes
+from forge.models.block_files import BlockFiles
 from forge.models.disk_cost import MAX_FETCH_NS, WAVES, measure_fetch_ns
+from forge.models.file_format import header_bytes
+from tests.models.block_contents import read_content
 
 CONTENT_BYTES = 10_000
 FILE_BYTES = header_bytes(CONTENT_BYTES) + CONTENT_BYTES
@@ -107,7 +109,7 @@ def test_files_of_another_layout_and_size_count_by_their_bytes_and_stay(folder: 
     files = TimedFiles(folder)
     assert files.measure() == 500_000
     assert len(files.keys()) == 14
-    assert all(other.read(key_of(number)) is not None for number in range(14))
+    assert all(read_content(other, key_of(number)) is not None for number in range(14))
     other.close()
     files.close()
 

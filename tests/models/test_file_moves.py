@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -38,6 +38,23 @@ class LateExecutor(Executor):
         self._calls.clear()
 
 
+class WorldWriter(NamedTuple):
+    """Writer of a host block, in place."""
+
+    world: World
+    host_block: int
+
+    def write(self, piece: memoryview) -> bool:
+        self.world.log.append("piece written")
+        content = self.world.blocks[self.host_block]
+        self.world.blocks[self.host_block] = content[len(piece) :] + bytes(piece)
+        return True
+
+    def complete(self) -> bool:
+        self.world.log.append("block complete")
+        return len(self.world.blocks[self.host_block]) == 4
+
+
 class World:
     """Host blocks of four bytes, files, and a log of what was done to them."""
 
@@ -46,6 +63,8 @@ class World:
         self.contents: dict[bytes, bytes] = {}
         self.log: list[str] = []
         self.executor = LateExecutor()
+        self.after_piece: Callable[[], None] = lambda: None
+        self.is_sound = True
         self.moves = FileMoves(self, self.executor)
 
     # The files.
@@ -55,9 +74,13 @@ class World:
         self.contents[key] = bytes(content)
         return True
 
-    def read(self, key: bytes) -> bytes | None:
+    def read(self, key: bytes, write: Callable[[memoryview], bool]) -> bool:
         self.log.append("file read")
-        return self.contents.get(key)
+        content = memoryview(self.contents.get(key, b""))
+        if not content or not write(content[:2]):
+            return False
+        self.after_piece()
+        return write(content[2:]) and self.is_sound
 
     # The host blocks, as a device has them: threads use them in place.
 
@@ -71,13 +94,8 @@ class World:
 
         return read
 
-    def writer(self, host_block: int) -> Callable[[bytes], bool]:
-        def write(content: bytes) -> bool:
-            self.log.append("block written")
-            self.blocks[host_block] = content
-            return len(content) == 4
-
-        return write
+    def writer(self, host_block: int) -> WorldWriter:
+        return WorldWriter(self, host_block)
 
     def begin(self, step: int, **fields: Any) -> StepPlan:
         """Begin a plan, and return it."""
@@ -95,7 +113,8 @@ def test_a_thread_uses_a_host_block_after_earlier_plans_are_complete() -> None:
     world.log.clear()
     fetch = world.begin(1, fetches=(HostFile(2, KEY),))
     world.executor.run()
-    assert world.log == ["file read", "earlier plans complete", "block written"]
+    pieces = ["piece written", "piece written", "block complete"]
+    assert world.log == ["earlier plans complete", "file read", *pieces]
     assert world.moves.end(fetch) == (FileAnswer(1, 2, is_good=True),)
     assert world.blocks[2] == world.blocks[1]
 
@@ -118,6 +137,46 @@ def test_a_fetch_that_was_dropped_leaves_its_host_block() -> None:
     world.blocks[1] = b"else"
     world.executor.run()
     assert world.blocks[1] == b"else"
+
+
+def test_a_fetch_that_is_dropped_between_two_pieces_leaves_its_host_block() -> None:
+    """The plan that drops it stores to the host block while the thread reads the second piece."""
+    world = World()
+    world.contents[KEY] = b"file"
+    world.begin(0, fetches=(HostFile(1, KEY),))
+
+    def drop() -> None:
+        assert world.blocks[1].endswith(b"fi"), "the first piece is in place"
+        world.begin(1, file_epoch=1)
+        world.blocks[1] = b"else"
+
+    world.after_piece = drop
+    world.executor.run()
+    assert world.blocks[1] == b"else" and "block complete" not in world.log
+
+
+def test_a_content_whose_second_piece_is_damaged_is_a_miss() -> None:
+    """The host block has the first piece, and is not answered as good."""
+    world = World()
+    world.contents[KEY] = b"file"
+    plan = world.begin(0, fetches=(HostFile(1, KEY),))
+
+    def fail() -> None:
+        raise OSError("the checksum of a piece is wrong")
+
+    world.after_piece = fail
+    world.executor.run()
+    assert world.blocks[1].endswith(b"fi") and "block complete" not in world.log
+    assert world.moves.end(plan) == (FileAnswer(0, 1, is_good=False),)
+
+
+def test_what_a_store_takes_back_at_the_end_is_a_miss() -> None:
+    world = World()
+    world.contents[KEY], world.is_sound = b"file", False
+    plan = world.begin(0, fetches=(HostFile(1, KEY),))
+    world.executor.run()
+    assert world.blocks[1] == b"file" and "block complete" not in world.log
+    assert world.moves.end(plan) == (FileAnswer(0, 1, is_good=False),)
 
 
 def test_a_dropped_move_is_not_answered_when_it_ends_before_the_drop() -> None:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from forge.errors import DamagedBlocks
-from forge.models.file_moves import FileMoves, HostContents
+from forge.models.file_moves import FileMoves, HostContents, WholeContent
 from forge.models.hf.block_moves import BlockMoves
 from forge.models.hf.block_sums import BlockSums
 from forge.models.hf.buffers import MAX_IN_FLIGHT, int64_array, upload
@@ -170,14 +170,14 @@ class _CheckedContents(NamedTuple):
 
         return read_checked
 
-    def writer(self, host_block: int) -> Callable[[bytes], bool]:
-        """Return a call that writes a content and keeps its sum."""
-        write = self.inner.writer(host_block)
+    def writer(self, host_block: int) -> WholeContent:
+        """Return what writes a content and keeps its sum, which is that of the file's pieces."""
+        writer = self.inner.writer(host_block)
 
         def write_checked(content: bytes) -> bool:
-            if not write(content):
+            if not (writer.write(memoryview(content)) and writer.complete()):
                 return False
             self.moves.note_fetch(host_block, self.moves.sum_content(content))
             return True
 
-        return write_checked
+        return WholeContent(write_checked)

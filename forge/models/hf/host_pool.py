@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +80,29 @@ class HostPool:
         return self._slabs[slab][index]
 
 
+@dataclass(slots=True)
+class PinnedWriter:
+    """ContentWriter of a host block, which has the pieces so far.
+
+    target   bytes of the host block
+    """
+
+    target: NDArray[np.uint8]
+    _end: int = 0
+
+    def write(self, piece: memoryview) -> bool:
+        """Write the next piece, and return whether it fits."""
+        start, self._end = self._end, self._end + len(piece)
+        if self._end > len(self.target):
+            return False
+        np.copyto(self.target[start : self._end], np.frombuffer(piece, np.uint8))
+        return True
+
+    def complete(self) -> bool:
+        """Return whether the content has the length of a block."""
+        return self._end == len(self.target)
+
+
 class PinnedContents(NamedTuple):
     """Host blocks as one plan finds them: the HostContents of file moves.
 
@@ -93,14 +117,6 @@ class PinnedContents(NamedTuple):
         source: NDArray[np.uint8] = self.pool.block(host_block).numpy()
         return lambda: source.copy().data
 
-    def writer(self, host_block: int) -> Callable[[bytes], bool]:
-        """Return a call that writes a content of the right length."""
-        target: NDArray[np.uint8] = self.pool.block(host_block).numpy()
-
-        def write(content: bytes) -> bool:
-            if len(content) != len(target):
-                return False
-            np.copyto(target, np.frombuffer(content, np.uint8))
-            return True
-
-        return write
+    def writer(self, host_block: int) -> PinnedWriter:
+        """Return what writes a content in place. Other Python threads run meanwhile."""
+        return PinnedWriter(self.pool.block(host_block).numpy())

@@ -22,8 +22,8 @@ import torch
 
 from forge.config import HostTier
 from forge.errors import InvalidConfig
-from forge.models.block_files import header_bytes
 from forge.models.disk_cost import measure_fetch_ns
+from forge.models.file_format import header_bytes
 from forge.models.file_moves import FileMoves
 from forge.models.hf.block_moves import BlockMoves, Moves
 from forge.models.hf.checked_moves import CheckedMoves
