@@ -120,25 +120,29 @@ class DiskCache:
         """
         if not hashes:
             return False
-        if hashes[0] in self._fetching:
-            return True
+        is_waiting = hashes[0] in self._fetching
+        num_free = self._tier.max_moves - len(self._moves) - len(self._requests)
+        if num_free <= 0:
+            return is_waiting
         fetched = self._fetched_by.get(seq_id, ())
-        run = []
+        run, num_blocks, num_in_flight = [], 0, 0
         for block_hash in hashes:
-            if self._host_cache.lookup((block_hash,)):
-                continue
-            if block_hash not in self._keys or block_hash in fetched:
-                break
-            if not self._host_cache.is_missing(block_hash):
-                break
-            run.append(block_hash)
+            if block_hash in self._fetching:
+                num_in_flight += 1
+            elif not self._host_cache.lookup((block_hash,)):
+                if block_hash not in self._keys or block_hash in fetched:
+                    break
+                if not self._host_cache.is_missing(block_hash):
+                    break
+                run.append(block_hash)
+            num_blocks += 1
+        # What is in flight or was fetched counts: the rest is the end of a run of all of them.
+        fetch_ns = (num_in_flight + len(run)) * self._tier.fetch_block_ns
         if not run or not self._host_cache.is_load_worthwhile(
-            first, len(run), is_idle=is_idle, fetch_block_ns=self._tier.fetch_block_ns
+            first, num_blocks, is_idle=is_idle, fetch_ns=fetch_ns
         ):
-            return False
-        for block_hash in run:
-            if len(self._moves) + len(self._requests) >= self._tier.max_moves:
-                break
+            return is_waiting
+        for block_hash in run[:num_free]:
             host_block = self._host_cache.reserve(block_hash)
             if host_block is None:
                 break

@@ -97,13 +97,13 @@ class HostCache:
         return blocks_of_prefix(self._block_by_hash, hashes)
 
     def is_load_worthwhile(
-        self, first: int, num_blocks: int, *, is_idle: bool, fetch_block_ns: int = 0
+        self, first: int, num_blocks: int, *, is_idle: bool, fetch_ns: int = 0
     ) -> bool:
         """Return whether so many blocks are loaded instead of computed.
 
-        first            index of the first one in its sequence: later ones have more to read
-        is_idle          no other sequence runs. Otherwise a load takes no time from the device
-        fetch_block_ns   nanoseconds of reading a block into the host pool first
+        first      index of the first one in its sequence: later ones have more to read
+        is_idle    no other sequence runs. Otherwise a load takes no time from the device
+        fetch_ns   nanoseconds of reading some of them into the host pool first
         """
         tier = self._tier
         if num_blocks < tier.min_loaded_blocks:
@@ -113,7 +113,7 @@ class HostCache:
             return True
         size = self._pool.block_size
         prefill_ns = costs.prefill_ns(first * size, (first + num_blocks) * size)
-        return costs.transfer_ns(num_blocks, fetch_block_ns) < prefill_ns
+        return costs.transfer_ns(num_blocks) + fetch_ns < prefill_ns
 
     def begin_load(self, seq_id: int, host_blocks: Iterable[int]) -> None:
         """Pin these host blocks, to be loaded in this order after the sequence's first blocks."""

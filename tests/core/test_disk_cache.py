@@ -256,6 +256,35 @@ def test_no_more_files_move_at_a_time_than_allowed() -> None:
     assert [len(plan.loads) for plan in plans] == [0, 0, 4, 0]
 
 
+def test_further_files_are_fetched_while_the_first_one_is_read() -> None:
+    """Two at a time. The first file is three plans late, and each other one answers at once."""
+    files = Files()
+    long = tuple(range(1, 18))
+    Run(TIER, blocks=6, files=files).serve(long, *[(50 + i,) for i in range(4)])
+    run = Run(replace(TIER, disk=replace(DISK, max_moves=2)), blocks=6, files=Files(files.store))
+    run.scheduler.disk_cache.add_keys(files.store.contents)
+    first = run.hashes(long)[0]
+    files_of(run).late = lambda file: 3 if file.key == first else 0
+    plans = run.serve(long)
+    assert [len(plan.fetches) for plan in plans] == [2, 1, 1, 0, 0, 0]
+    assert [len(plan.loads) for plan in plans] == [0, 0, 0, 0, 4, 0]
+
+
+def test_the_rest_of_a_prefix_is_judged_with_what_was_requested_before() -> None:
+    """Three blocks are worth a fetch, and fewer are not. Of two that are read one has come."""
+    disk_cache = Run(
+        replace(TIER, disk=replace(DISK, max_moves=2), min_loaded_blocks=3)
+    ).scheduler.disk_cache
+    hashes = [bytes([number]) * 64 for number in range(3)]
+    disk_cache.add_keys(hashes)
+    assert disk_cache.request_fetches(7, 0, hashes, is_idle=True)
+    _, fetches = disk_cache.plan_moves(0)
+    assert [file.key for file in fetches] == hashes[:2]
+    disk_cache.commit_answers([FileAnswer(0, fetches[1].host_block, is_good=True)])
+    assert disk_cache.request_fetches(7, 0, hashes, is_idle=True)
+    assert [file.key for file in disk_cache.plan_moves(1)[1]] == hashes[2:]
+
+
 def test_the_keys_that_are_remembered_are_bounded() -> None:
     run = Run(replace(TIER, disk=replace(DISK, max_files=2)), files=Files())
     run.scheduler.disk_cache.add_keys([b"1", b"2", b"1", b"3"])
