@@ -172,7 +172,7 @@ class DiskTier:
                      written at most
     max_wait_plans   plans after which files that are written or read are given up: by
                      then 64 files of 9 MiB come from a disk of 0.25 GB/s, where a plan takes
-                     2.5 ms. A plan without rows takes 0.02 s at most
+                     2.5 ms. A plan without rows takes 0.01 s at most
     fetch_block_ns   nanoseconds of reading a file while others are read, where LoadCosts are given
     """
 

@@ -5,7 +5,7 @@ Owns which files are read. Knows no model: it times what threads do with a Block
     files of an earlier start    read as they lie: from the page cache, or from the disk
     none, or few                 written, synced and dropped from the page cache, then read: cold
 
-    wave   2 files | 4 files | 8 files      each file once: after that it is in the page cache
+    wave   2 files | 4 files | 16 files     each file once: after that it is in the page cache
 
 A fetch reads the files of an earlier start, so a sample of them takes what fetches will take: in
 the page cache after a restart of the process, on the disk after one of the machine. A file that was
@@ -26,7 +26,7 @@ from secrets import token_bytes
 from forge.models.block_files import BlockFiles
 from forge.models.file_format import HASH_BYTES, header_bytes
 
-WAVES = (2, 4, 8)
+WAVES = (2, 4, 16)
 """Files that are read at a time. The last wave counts: fetches are read by as many threads."""
 
 MAX_MEASURE_S = 0.2

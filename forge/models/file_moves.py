@@ -16,15 +16,16 @@ pieces only is answered as a miss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
 from forge.seam import FileAnswer, HostFile, StepPlan
 
-MAX_WAIT_S = 0.02
-"""Seconds for which a plan without rows waits for an answer."""
+MAX_WAIT_S = 0.01
+"""Seconds for which a plan without rows waits for answers: so long may a new request wait for it,
+and in this time 64 files in flight keep every thread busy."""
 
 MAX_DROPPED_MOVES = 64
 """Most dropped moves that still go on: then new ones fail, so a hung disk fills no memory."""
@@ -179,11 +180,12 @@ class FileMoves:
             self._epoch = plan.file_epoch  # not before: Ctrl-C may end the waits above
         if self._dropped:
             self._dropped = [future for future in self._dropped if not future.done()]
+        busy = {move.file.host_block for move in self._moves}
         for is_fetch, files in ((False, plan.spills), (True, plan.fetches)):
             for file in files:
-                busy = self.spilling | self.fetching
                 if not 0 <= file.host_block < plan.num_host_blocks or file.host_block in busy:
                     raise ValueError(f"plan {plan.step}: {file} has no host block of its own")
+                busy.add(file.host_block)
                 claim = _Claim()
                 start = self._start_fetch if is_fetch else self._start_spill
                 future = start(file, contents, claim)
@@ -193,15 +195,19 @@ class FileMoves:
     def end(self, plan: StepPlan) -> tuple[FileAnswer, ...]:
         """Return the answers of moves of this plan and earlier ones that are done.
 
-        A plan without rows waits for one, unless a newer plan has rows to be read.
+        A plan without rows waits for their fetches, unless a newer plan has rows to be read.
         """
         if not self._moves:
             return ()
         if not plan.rows and not self._newest_has_rows:
-            futures = [move.future for move in self._moves if move.step <= plan.step]
-            wait(futures, MAX_WAIT_S, FIRST_COMPLETED)
-        done = [m for m in self._moves if m.future.done() and m.due_step <= plan.step]
-        self._moves = [move for move in self._moves if move not in done]
+            # All of them, since a sequence waits for all, and a plan for each would take longer.
+            wait([m.future for m in self._moves if m.is_fetch and m.step <= plan.step], MAX_WAIT_S)
+        done: list[_Move] = []
+        others: list[_Move] = []
+        for move in self._moves:
+            is_done = move.future.done() and move.due_step <= plan.step
+            (done if is_done else others).append(move)
+        self._moves = others
         return tuple(FileAnswer(m.step, m.file.host_block, _is_good(m.future)) for m in done)
 
     def _start_spill(self, file: HostFile, contents: HostContents, claim: _Claim) -> Future[bool]:

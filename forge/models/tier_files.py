@@ -20,7 +20,7 @@ from forge.errors import InvalidConfig
 from forge.models.block_files import BlockFiles
 from forge.tier_options import TierOptions
 
-NUM_FILE_THREADS = 8
+NUM_FILE_THREADS = 16
 """Files that are read and written at a time. Each is checked without Python's lock."""
 
 

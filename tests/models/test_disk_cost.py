@@ -84,32 +84,32 @@ def test_files_of_an_earlier_start_are_read_as_they_lie(files: TimedFiles) -> No
     assert files.measure() == 1_000_000
     assert not files.dropped and files.keys() == before
     numbers = [int.from_bytes(key, "big") for key in files.reads]
-    assert numbers == [number * 30 // 14 for number in range(14)], "old and recent ones"
+    assert numbers == [number * 30 // 22 for number in range(22)], "old and recent ones"
 
 
 def test_files_that_left_the_page_cache_are_read_from_the_disk(files: TimedFiles) -> None:
-    for number in range(14):
+    for number in range(22):
         files.write(key_of(number), bytes(CONTENT_BYTES))
         files.dropped.append(key_of(number))
     assert files.measure() == 10_000_000
 
 
 def test_few_files_say_too_little(files: TimedFiles) -> None:
-    for number in range(13):
+    for number in range(21):
         files.write(key_of(number), bytes(CONTENT_BYTES))
     assert files.measure() == 10_000_000
-    assert not {key_of(number) for number in range(13)} & set(files.reads)
-    assert len(files.keys()) == 13
+    assert not {key_of(number) for number in range(21)} & set(files.reads)
+    assert len(files.keys()) == 21
 
 
 def test_files_of_another_layout_and_size_count_by_their_bytes_and_stay(folder: Path) -> None:
     other = BlockFiles(folder, bytes(63) + b"x", 10**6)
-    for number in range(14):
+    for number in range(22):
         other.write(key_of(number), bytes(FILE_BYTES * 2 - header_bytes(2 * CONTENT_BYTES)))
     files = TimedFiles(folder)
     assert files.measure() == 500_000
-    assert len(files.keys()) == 14
-    assert all(read_content(other, key_of(number)) is not None for number in range(14))
+    assert len(files.keys()) == 22
+    assert all(read_content(other, key_of(number)) is not None for number in range(22))
     other.close()
     files.close()
 

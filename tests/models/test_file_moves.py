@@ -197,17 +197,19 @@ def test_an_output_answers_no_move_of_a_later_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_awaited"), [((), [1]), ((Row(0, 0, 0, 0, (1,)),), [])], ids=["none", "rows"]
+    ("rows", "num_awaited"), [((), [2]), ((Row(0, 0, 0, 0, (1,)),), [])], ids=["none", "rows"]
 )
-def test_a_plan_without_rows_waits_for_its_moves_unless_a_newer_plan_has_rows(
+def test_a_plan_without_rows_waits_for_its_fetches_unless_a_newer_plan_has_rows(
     rows: tuple[Row, ...], num_awaited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It waits for no spill, which only the disk needs, and for no fetch of the newer plan."""
     world, awaited = World(), []
     monkeypatch.setattr(
-        "forge.models.file_moves.wait", lambda futures, *_: awaited.append(len(list(futures)))
+        "forge.models.file_moves.wait", lambda futures, _: awaited.append(len(futures))
     )
-    first = world.begin(0, spills=(HostFile(1, KEY),))
-    world.begin(1, rows=rows, spills=(HostFile(2, KEY),))
+    files = [HostFile(host_block, bytes([host_block]) * 64) for host_block in range(4)]
+    first = world.begin(0, spills=(files[0],), fetches=(files[1], files[2]))
+    world.begin(1, rows=rows, fetches=(files[3],))
     assert world.moves.end(first) == ()
     assert awaited == num_awaited
 
