@@ -284,12 +284,12 @@ def shared_bytes(variant: Variant, num_rows: int) -> int:
     return ring + 4 * (3 * num_rows + 32)
 
 
-def compile_kernels(variant: Variant, library: Path) -> None:
-    """Compile decode.cu with the emulator into a library."""
+def compile_kernels(variant: Variant, folder: Path) -> Path:
+    """Return the library of decode.cu with the emulator, in a folder of libraries."""
     macros = {
         **{name.upper(): value for name, value in variant._asdict().items()},
         f"TYPE_{variant.cell_type}": 1,
         "CTAS": 1,
     }
     header, entry = HERE / "cuda_emulator_attention.h", HERE / "decode_kernel_entry.cpp"
-    compile_emulated(library, macros, (header, SOURCE, entry))
+    return compile_emulated(folder, macros, (header, SOURCE, entry))

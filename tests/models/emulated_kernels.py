@@ -8,15 +8,20 @@ Each launch draws the order in which the warps of a cluster go on.
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import shutil
 import struct
 import subprocess
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from math import isfinite, nan
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+
+import pytest
 
 from forge.request import SamplingParams
 from forge.sampling import IMPOSSIBLE, MAX_GAP, logit_gaps, min_p_gap
@@ -194,23 +199,46 @@ def slot_numbers(params: SamplingParams, vocab_size: int) -> tuple[float, ...]:
     return 1.0 / params.temperature, 1.0, top_k, params.top_p, min_p_gap(params.min_p)
 
 
-def compile_kernels(variant: Variant, library: Path) -> None:
-    """Compile sample.cu with the emulator into a library."""
+def compile_kernels(variant: Variant, folder: Path) -> Path:
+    """Return the library of sample.cu with the emulator, in a folder of libraries."""
     macros = {
         "CLUSTER": variant.cluster,
         "THREADS": variant.threads,
         "SHARED_STATE_BYTES": SHARED_STATE_BYTES,
         f"LOGIT_{variant.logit_type}": 1,
     }
-    compile_emulated(library, macros, (SOURCE, HERE / "sample_kernel_entry.cpp"))
+    return compile_emulated(folder, macros, (SOURCE, HERE / "sample_kernel_entry.cpp"))
 
 
-def compile_emulated(library: Path, macros: Mapping[str, int], sources: Sequence[Path]) -> None:
-    """Compile sources with the emulator into a library.
+def library_folder(factory: pytest.TempPathFactory) -> Path:
+    """Return a temporary folder that all workers of this run share."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def compile_emulated(folder: Path, macros: Mapping[str, int], sources: Sequence[Path]) -> Path:
+    """Return the library of sources with the emulator; compile it where the folder has none.
 
     sources   what follows cuda_emulator.h, in order; the last has the entry points
     """
-    *headers, entry = (HERE / "cuda_emulator.h", *sources)
+    headers = (HERE / "cuda_emulator.h", *sources)
+    key = repr((sorted(macros.items()), [each.read_bytes() for each in headers]))
+    library = folder / f"{sha256(key.encode()).hexdigest()}.so"
+    # One worker compiles, and others wait for it.
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            partial = library.with_suffix(".part")
+            run_compiler(partial, macros, headers)
+            partial.rename(library)
+    return library
+
+
+def run_compiler(library: Path, macros: Mapping[str, int], sources: Sequence[Path]) -> None:
+    """Compile the last source, after the others, into a library."""
+    *headers, entry = sources
     subprocess.run(
         [
             str(COMPILER),

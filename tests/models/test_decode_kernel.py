@@ -6,13 +6,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import isnan, sqrt
-from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.models.emulated_decode import Case, DecodeKernels, Step, Variant, compile_kernels
-from tests.models.emulated_kernels import COMPILER
+from tests.models.emulated_kernels import COMPILER, library_folder
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: c++, g++ or clang++"),
@@ -54,14 +53,10 @@ GROUP_CASES = [
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], DecodeKernels]:
     """Return a function that returns the kernels of a variant, compiled once."""
-    folder = tmp_path_factory.mktemp("decode_kernel")
-    libraries: dict[Variant, Path] = {}
+    folder = library_folder(tmp_path_factory)
 
     def build(variant: Variant) -> DecodeKernels:
-        if variant not in libraries:
-            libraries[variant] = folder / f"{len(libraries)}.so"
-            compile_kernels(variant, libraries[variant])
-        return DecodeKernels(libraries[variant], variant)
+        return DecodeKernels(compile_kernels(variant, folder), variant)
 
     return build
 
@@ -101,7 +96,14 @@ def check_case(kernels: DecodeKernels, case: Case) -> None:
     assert repr(result.blocks) == repr(blocks), "a position that is not new was written"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Each variant is compiled, which takes seconds.
+        pytest.param(name, marks=[pytest.mark.long] * (case.variant != GROUP_4))
+        for name, case in CASES.items()
+    ],
+)
 def test_the_kernels_agree_with_plain_python(build: Callable[[Variant], DecodeKernels], name: str):
     check_case(build(CASES[name].variant), CASES[name])
 
@@ -128,7 +130,7 @@ def count_parts(lengths: Sequence[int], num_heads: int, num_warps: int, start_ti
     return sum(count for count in by_item.values() if count > 1)
 
 
-@pytest.mark.parametrize("start_tiles", [0, 2])
+@pytest.mark.parametrize("start_tiles", [pytest.param(0, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(
     ("lengths", "num_ctas", "num_parts"),
     [

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import inf, isnan, nan
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,7 +25,14 @@ from forge.sampling import (
     sample_token,
     token_logprob,
 )
-from tests.models.emulated_kernels import COMPILER, Kernels, Matrix, Variant, compile_kernels
+from tests.models.emulated_kernels import (
+    COMPILER,
+    Kernels,
+    Matrix,
+    Variant,
+    compile_kernels,
+    library_folder,
+)
 
 MAX_SINGLE = 3.4028234663852886e38
 
@@ -52,21 +58,16 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Kerne
 
     The order of their warps depends on the calls since then.
     """
-    folder = tmp_path_factory.mktemp("sample_kernel")
-    libraries: dict[Variant, Path] = {}
+    folder = library_folder(tmp_path_factory)
 
     def build(variant: Variant) -> Kernels:
-        if variant not in libraries:
-            library = folder / f"{len(libraries)}.so"
-            compile_kernels(variant, library)
-            libraries[variant] = library
-        return Kernels(libraries[variant], variant)
+        return Kernels(compile_kernels(variant, folder), variant)
 
     return build
 
 
 @pytest.fixture(
-    params=[*VARIANTS[:2], pytest.param(VARIANTS[2], marks=pytest.mark.long)],
+    params=[VARIANTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in VARIANTS[1:])],
     ids=lambda variant: f"{variant.cluster} CTAs {variant.logit_type}",
 )
 def kernels(request: pytest.FixtureRequest, build: Callable[[Variant], Kernels]) -> Kernels:
@@ -323,6 +324,7 @@ def test_a_mass_that_ends_just_before_the_kth_token(build: Callable[[Variant], K
     assert found == expected_tokens(logits.rows, params)
 
 
+@pytest.mark.long
 def test_the_mass_of_more_equal_tokens_than_32_bits_hold(
     build: Callable[[Variant], Kernels],
 ) -> None:

@@ -18,6 +18,7 @@ from tests.models.emulated_kernels import (
     compile_emulated,
     decode,
     encode,
+    library_folder,
     pointer_or_integer,
 )
 
@@ -60,25 +61,28 @@ CASES = (
     # More warps than steps: one has none.
     Case(LARGE, 3, 96, 16),
 )
+each_case = pytest.mark.parametrize(
+    "case",
+    [
+        # Each variant is compiled, which takes seconds.
+        pytest.param(case, id=str(case), marks=[pytest.mark.long] * (case.variant != SMALL))
+        for case in CASES
+    ],
+)
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], ctypes.CDLL]:
     """Return a function that compiles the kernels with the emulator, each variant once."""
-    folder = tmp_path_factory.mktemp("skinny_gemm")
-    libraries: dict[Variant, ctypes.CDLL] = {}
+    folder = library_folder(tmp_path_factory)
 
     def load(variant: Variant) -> ctypes.CDLL:
-        if variant not in libraries:
-            path = folder / f"{len(libraries)}.so"
-            numbers = variant._asdict()
-            dtype = numbers.pop("dtype")
-            macros = {name.upper(): value for name, value in numbers.items()}
-            macros |= {f"HALF_{dtype}": 1, "MIN_CTAS": 1}
-            sources = (HERE / "cuda_emulator_gemm.h", SOURCE, HERE / "gemm_kernel_entry.cpp")
-            compile_emulated(path, macros, sources)
-            libraries[variant] = ctypes.CDLL(str(path))
-        return libraries[variant]
+        numbers = variant._asdict()
+        dtype = numbers.pop("dtype")
+        macros = {name.upper(): value for name, value in numbers.items()}
+        macros |= {f"HALF_{dtype}": 1, "MIN_CTAS": 1}
+        sources = (HERE / "cuda_emulator_gemm.h", SOURCE, HERE / "gemm_kernel_entry.cpp")
+        return ctypes.CDLL(str(compile_emulated(folder, macros, sources)))
 
     return load
 
@@ -119,7 +123,7 @@ def assert_close(out: array[Any], expected: Sequence[Sequence[float]], dtype: st
         assert abs(value - exact) <= step * abs(exact) + 1e-4, (value, exact)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_is_the_product_and_the_bias(
     load: Callable[[Variant], ctypes.CDLL], case: Case, has_bias: bool
@@ -138,7 +142,7 @@ def test_linear_is_the_product_and_the_bias(
     assert_close(out, expected, dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_gate_up_is_the_product_of_silu_gate_and_up(
     load: Callable[[Variant], ctypes.CDLL], case: Case
 ) -> None:
