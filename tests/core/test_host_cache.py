@@ -899,6 +899,7 @@ def host_seeds(count: int) -> list[int]:
     return found[:count]
 
 
+@pytest.mark.long
 def test_a_recording_replays_with_every_move() -> None:
     num_moving = 0
     for seed in host_seeds(30):

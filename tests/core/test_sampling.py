@@ -326,6 +326,7 @@ def test_weights_are_those_of_the_exponential() -> None:
     assert gap_weight(IMPOSSIBLE) == 0
 
 
+@pytest.mark.long
 def test_weights_never_rise_with_the_gap() -> None:
     weights = list(map(gap_weight, range(IMPOSSIBLE + 1)))
     assert weights == sorted(weights, reverse=True)

@@ -147,6 +147,7 @@ OUTPUT_KINDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stdout", "stderr"), OUTPUT_KINDS)
 def test_a_server_starts_serves_and_ends_where_nothing_can_be_written(
     stdout: str, stderr: str

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DRAW = """
 import sys
 import tests.conftest
@@ -31,6 +33,7 @@ def draw_examples(*arguments: str) -> str:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.long
 def test_examples_do_not_depend_on_the_modules_that_are_imported(tmp_path: Path) -> None:
     names = [f"A{i} = {10**9 + 7 * i}" for i in range(1000)]
     (tmp_path / "constants.py").write_text("\n".join(names))

@@ -390,6 +390,7 @@ def row_faults(position: int, plan: StepPlan) -> dict[int, str]:
     return {index: "secret detail" for index, row in rows if row.start <= position < row.end}
 
 
+@pytest.mark.long
 def test_a_request_that_the_engine_fails_on_is_a_500_and_no_other_is() -> None:
     """Row 141. No good stream is long enough to reach the failing position."""
     with open_audited_server("hash", tokenizer=AlternatingTokenizer(), **CACHE) as quiet:

@@ -252,6 +252,7 @@ def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(
     check_envelope(answer, 400, "tools", "structure_too_costly")
 
 
+@pytest.mark.long
 def test_a_structure_that_finds_no_room_in_the_slow_level_may_be_sent_again(
     server: RunningServer,
 ) -> None:

@@ -304,7 +304,15 @@ PLANTED: list[tuple[Plant, str, str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(
-    ("plant", "name", "error", "path"), PLANTED, ids=[each[0].__name__ for each in PLANTED]
+    ("plant", "name", "error", "path"),
+    [
+        pytest.param(
+            *each,
+            id=each[0].__name__,
+            marks=[pytest.mark.long] * (each[0] is remember_blocks_that_no_chain_has),
+        )
+        for each in PLANTED
+    ],
 )
 def test_a_planted_bug_of_sessions_is_found_by_its_shortest_path(
     plant: Plant, name: str, error: str, path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -357,13 +365,14 @@ def met_twice(
 @pytest.mark.parametrize(
     ("name", "num_walks", "policy"),
     [
-        *(("sessions", 6, "fcfs"), ("recognised", 6, "fcfs"), ("crowded", 20, "fcfs")),
+        *(("sessions", 6, "fcfs"), ("recognised", 6, "fcfs")),
         *(("agents", 10, "working-set"), ("mixed", 6, "working-set")),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
                 *(("sessions", 6, "working-set"), ("recognised", 6, "working-set")),
                 *(("agents", 10, "fcfs"), ("agents", 10, "session-fcfs"), ("mixed", 6, "fcfs")),
+                ("crowded", 20, "fcfs"),
             )
         ),
         *(
@@ -418,12 +427,13 @@ STATE_PARTS = {"can_plan": 4, "sessions": 5, "tips": 6, "work": 7, "policy state
     [
         *(("name", "agents", "fcfs"), ("has_ended", "sessions", "fcfs")),
         *(("chain", "mixed", "fcfs"), ("tips", "recognised", "fcfs")),
-        *(("used_by_others", "sessions", "fcfs"), ("num_foreign_blocks", "sessions", "fcfs")),
+        ("num_foreign_blocks", "sessions", "fcfs"),
         *(("pause", "crowded", "fcfs"), ("pause", "agents", "working-set")),
         *(("work", "mixed", "working-set"), ("sessions", "agents", "fcfs")),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
+                ("used_by_others", "sessions", "fcfs"),
                 ("paused_at", "mixed", "working-set"),
                 ("policy state", "agents", "working-set"),
             )

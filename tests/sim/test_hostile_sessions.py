@@ -105,7 +105,8 @@ def mean_latency_s(policy: str, num_hostile: int, seconds: float) -> tuple[float
     return fmean(latencies.seconds.values()), most
 
 
-@pytest.mark.parametrize("policy", [pytest.param("fcfs", marks=pytest.mark.long), "working-set"])
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["fcfs", "working-set"])
 @pytest.mark.parametrize(
     ("num_hostile", "seconds"), [(300, 4.0), pytest.param(10_000, 100.0, marks=pytest.mark.soak)]
 )

@@ -376,9 +376,8 @@ DEFECTS = (
     draft_blocks_kept,
     rejected_draft_published,
     token_of_the_preempted_lost,
-    failed_row_published,
 )
-SLOW_DEFECTS = (stale_prefix, lost_wake_up, order_of_a_set)
+SLOW_DEFECTS = (failed_row_published, stale_prefix, lost_wake_up, order_of_a_set)
 MORE_DEFECTS = (
     abort_ignored,
     prefix_without_its_beginning,

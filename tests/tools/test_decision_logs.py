@@ -38,11 +38,13 @@ def test_the_first_line_that_differs_is_quoted(
     assert first_difference(old, new) == difference
 
 
+@pytest.mark.long
 def test_a_checkout_equals_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(ROOT), str(ROOT), "closed-depth1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 equal"
 
 
+@pytest.mark.long
 def test_recordings_of_one_checkout_are_equal_apart_from_their_times() -> None:
     assert compare_recordings(ROOT, ROOT) is None
 
