@@ -46,6 +46,8 @@ LIBRARIES = (
     "httpx",
 )
 """What most tests import and no mutant changes: imported once, before the forks."""
+IN_ONE_PROCESS = ("-p", "no:xdist", "-p", "no:pytest_cov", "-p", "no:anyio")
+"""Plugins that one test does not need, and that take a tenth of its time to start."""
 
 
 class Mutant(NamedTuple):
@@ -127,21 +129,41 @@ def fork_tests(tree: Path, *words: str) -> int:
         os._exit(status)
 
 
-def plant_mutant(mutant: Mutant, unchanged: Path, tree: Path) -> str:
-    """Why the mutant cannot be in `tree`, which is made; nothing where it is.
+def link_tree(unchanged: Path, folder: Path) -> Path:
+    """Return a new tree in `folder` with the files of `unchanged`, which stay one on the disk.
 
-    `unchanged` has been run: it is compiled. Files that are the same are the same on the disk.
+    `unchanged` has been run: it is compiled.
     """
+    tree = Path(tempfile.mkdtemp(dir=folder)) / "tree"
     ignored = shutil.ignore_patterns(".hypothesis")
     shutil.copytree(unchanged, tree, symlinks=True, ignore=ignored, copy_function=os.link)
+    return tree
+
+
+def compiled_files(path: Path) -> list[Path]:
+    """Return what Python has compiled of a source."""
+    return list(path.parent.glob(f"__pycache__/{path.stem}.*"))
+
+
+def plant_mutant(mutant: Mutant, tree: Path) -> str:
+    """Why the mutant cannot be in `tree`, which is unchanged; nothing where it is."""
     path = tree / mutant.path
     source = path.read_text()
     if source.count(mutant.old) != 1:
         return f"stale: its source stands {source.count(mutant.old)} times in {mutant.path}"
-    for stale in (path, *path.parent.glob(f"__pycache__/{path.stem}.*")):
+    for stale in (path, *compiled_files(path)):
         stale.unlink()
     path.write_text(source.replace(mutant.old, mutant.new))
     return ""
+
+
+def remove_mutant(mutant: Mutant, unchanged: Path, tree: Path) -> None:
+    """Make `tree` what it was before the mutant was planted and its test ran."""
+    for stale in (tree / mutant.path, *compiled_files(tree / mutant.path)):
+        stale.unlink()
+    for source in (unchanged / mutant.path, *compiled_files(unchanged / mutant.path)):
+        os.link(source, tree / source.relative_to(unchanged))
+    shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
 
 
 def order_mutants(chosen: list[Mutant]) -> list[Mutant]:
@@ -166,21 +188,24 @@ def run_mutants(
     """Whether each mutant was killed, or why not, as they end."""
     pending = order_mutants(chosen)[::-1]
     running: dict[int, tuple[Mutant, Path, float]] = {}
+    free_trees: list[Path] = []
     while pending or running:
         while pending and sum(not each.hangs for each, *_ in running.values()) < MAX_RUNNING:
             mutant = pending.pop()
-            tree = Path(tempfile.mkdtemp(dir=folder)) / "tree"
-            if why := plant_mutant(mutant, unchanged, tree):
+            tree = free_trees.pop() if free_trees else link_tree(unchanged, folder)
+            if why := plant_mutant(mutant, tree):
+                free_trees.append(tree)
                 yield mutant, why
             else:
-                pid = fork_tests(tree, mutant.test)
+                pid = fork_tests(tree, *IN_ONE_PROCESS, mutant.test)
                 running[pid] = mutant, tree, time.monotonic() + TIMEOUT_S
         ended_pid, wait_status = os.waitpid(-1, os.WNOHANG)
         if ended_pid:
             mutant, tree, _ = running.pop(ended_pid)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(ended_pid, signal.SIGKILL)  # what its tests have left
-            shutil.rmtree(tree.parent)
+            remove_mutant(mutant, unchanged, tree)
+            free_trees.append(tree)
             # A bug that makes a test hang is seen.
             hung = os.WIFSIGNALED(wait_status)
             yield mutant, describe_status(1 if hung else os.waitstatus_to_exitcode(wait_status))

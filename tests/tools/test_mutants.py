@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,12 @@ from tests.tools.mutants import (
     ROOT,
     Mutant,
     choose_mutants,
+    link_tree,
     main,
     order_mutants,
+    plant_mutant,
     read_mutants,
+    remove_mutant,
 )
 
 MUTANTS = [Mutant(name, "", "", "", "") for name in ("leak a block", "leak a slot", "tie breaks")]
@@ -55,6 +59,34 @@ def test_mutants_that_hang_start_first_and_none_is_left_out() -> None:
     order = order_mutants(mutants)
     assert [mutant.hangs for mutant in order] == [True] * 4 + [False] * 16
     assert sorted(order) == sorted(mutants)
+
+
+def read_tree(tree: Path) -> dict[str, str]:
+    files = (path for path in tree.rglob("*") if path.is_file())
+    return {path.relative_to(tree).as_posix(): path.read_text("utf-8") for path in files}
+
+
+def test_a_tree_is_unchanged_after_its_mutant_is_removed(tmp_path: Path) -> None:
+    """What its test has compiled and drawn is removed too, and the first tree never changes."""
+    unchanged = tmp_path / "unchanged"
+    (unchanged / "a" / "__pycache__").mkdir(parents=True)
+    (unchanged / "a" / "b.py").write_text("x = 1\n")
+    (unchanged / "a" / "__pycache__" / "b.cpython-311.pyc").write_text("x = 1, compiled")
+    before = read_tree(unchanged)
+    tree = link_tree(unchanged, tmp_path)
+    assert read_tree(tree) == before
+
+    mutant = Mutant("two", "a/b.py", "= 1", "= 2", "")
+    assert plant_mutant(mutant, tree) == ""
+    assert read_tree(tree) == {"a/b.py": "x = 2\n"}
+    (tree / "a" / "__pycache__" / "b.cpython-311.pyc").write_text("x = 2, compiled")
+    (tree / ".hypothesis").mkdir()
+    (tree / ".hypothesis" / "example").write_text("2")
+    assert read_tree(unchanged) == before
+
+    remove_mutant(mutant, unchanged, tree)
+    assert read_tree(tree) == read_tree(unchanged) == before
+    assert "stands 0 times" in plant_mutant(mutant._replace(old="= 3"), tree)
 
 
 @pytest.mark.parametrize("path", ["mutants.toml", "mutants_hf.toml"])
