@@ -160,6 +160,8 @@ $(VENV)/torch.stamp: pyproject.toml | $(VENV)/made.stamp
 	@echo "Installing $(TORCH), transformers, forge and the test tools into $(VENV), once."
 	$(PIP) install --quiet --no-compile -c constraints/newest.txt $(foreach each,$(TORCH),'$(each)')
 	$(PIP) install --quiet --no-compile -c constraints/newest.txt --editable '.[dev,hf]'
+	@# Compiles what these import, once. Otherwise each worker of the tests would.
+	$(BIN)/python -c "import forge.models.hf"
 	@touch $(VENV)/core.stamp $(VENV)/dev.stamp $@
 
 # A torch other than the newest is CUDA's on Linux: 2.5 GB to download, 5 GB on disk. FlashInfer comes
