@@ -18,6 +18,7 @@ CELLS = (BatchCell("c4", 4, (40, 40), (6, 6)), BatchCell("mixed6", 6, (20, 60), 
 OPTIONS = {"kv_host_gib": 0.0001, "max_num_seqs": 8}
 
 
+@pytest.mark.long
 def test_both_engines_run_each_cell_in_pairs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

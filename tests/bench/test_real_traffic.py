@@ -289,6 +289,7 @@ def test_vllm_needs_xgrammar_for_a_schema(
 # Over HTTP
 
 
+@pytest.mark.long
 def test_a_served_cell_has_latencies_of_each_round_after_a_warm_up() -> None:
     cell, source = CELLS[4], draw()
     with open_forge_server() as url:

@@ -16,6 +16,7 @@ from forge.request import SamplingParams
 CELLS = Cells.read()._replace(steady=SteadyCell((2,), 32, 8))
 
 
+@pytest.mark.long
 def test_every_setting_is_timed_next_to_greedy_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

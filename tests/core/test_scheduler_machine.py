@@ -893,7 +893,7 @@ def test_few_orders_of_events_break_no_invariant_of_the_scheduler() -> None:
 
 @pytest.mark.timeout(400)
 def test_few_orders_of_events_break_no_invariant_with_a_host_pool() -> None:
-    reached = run_machine(HostMachine, 12, 40)
+    reached = run_machine(HostMachine, 6, 40)
     assert reached["stores"] and reached["loads"]
 
 

@@ -171,7 +171,9 @@ def draw_params(rng: Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))]
+)
 def test_generate_returns_what_streams_of_the_same_requests_join_to(seed: int) -> None:
     rng = Random(seed)
     each = [draw_params(rng) for _ in range(16)]

@@ -123,7 +123,9 @@ def test_a_wheel_that_is_built_from_the_source_distribution_is_the_same(
     ("words", "line"),
     [
         ("sim --requests 20 --rate 50", "requests    20: 20 length"),
-        ("bench soak hash --requests 5", "ended                   5"),
+        pytest.param(
+            *("bench soak hash --requests 5", "ended                   5"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_the_simulator_and_the_benchmarks_run_where_only_the_wheel_is_installed(

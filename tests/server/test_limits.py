@@ -1369,6 +1369,7 @@ def num_parts(value: Any) -> int:
     return 0
 
 
+@pytest.mark.long
 @given(VALUES)
 def test_items_of_a_body_are_its_lists_objects_and_strings(value: Any) -> None:
     assert len(list(item_positions(json.dumps(value).encode()))) == num_parts(value)

@@ -327,6 +327,7 @@ def test_a_planted_bug_is_found_by_its_shortest_path(
     assert tuple(path_of(report)) == path
 
 
+@pytest.mark.long
 def test_a_ninth_preemption_is_found_116_actions_away(monkeypatch: pytest.MonkeyPatch) -> None:
     ignore_the_limit_of_preemptions(monkeypatch)
     report = explore("exempt", 2)

@@ -118,10 +118,11 @@ def unbounded(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, TinyWorld], tup
             ["add 1", "schedule", "commit end", "add 2", "add 0"],
             ["add 1", "schedule", "commit end end", "add 0"],
         ),
-        (
+        pytest.param(
             "session-fcfs",
             ["add 1", "schedule", "commit end", "add 2"],
             ["add 0", "add 1", "schedule", "commit end end"],
+            marks=pytest.mark.long,
         ),
     ],
 )

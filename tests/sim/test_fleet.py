@@ -336,6 +336,7 @@ def test_one_run_prints_a_report_and_writes_its_figures(
     assert sum(figures["endings"].values()) == 30
 
 
+@pytest.mark.long
 def test_several_runs_print_a_table_with_intervals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

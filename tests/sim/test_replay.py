@@ -295,6 +295,7 @@ def replace_config(lines: list[str], **changes: object) -> list[str]:
     return written
 
 
+@pytest.mark.long
 def test_a_recording_has_the_table_by_which_its_steps_were_bounded() -> None:
     """The table decides plans: a replay without it differs."""
     num_bounded = 0
