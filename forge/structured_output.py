@@ -24,6 +24,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from ctypes import addressof, create_string_buffer
 from dataclasses import dataclass
 from decimal import Decimal
 from hashlib import sha256
@@ -108,6 +109,7 @@ class LLGuidanceMatcher:
     ) -> None:
         self._grammar = grammar  # keeps it alive for outputs that start meanwhile
         self._matcher = grammar.matcher.deep_copy()
+        self._mask_buffer = create_string_buffer(len(grammar.first_mask))
         self._forbidden_ids = tuple(forbidden_ids)
         self._on_error = on_error
         self.mask = self._clear_forbidden(grammar.first_mask)
@@ -119,7 +121,10 @@ class LLGuidanceMatcher:
             raise ValueError(f"token {token} does not fit: {_describe_error(self._matcher)}")
         if self._matcher.is_stopped():
             return True
-        self.mask = self._compute_mask()
+        self.mask = self._compute_mask(self._matcher)
+        if self._matcher.is_error():
+            self._on_error()
+            raise ValueError(_describe_error(self._matcher))
         return False
 
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
@@ -132,18 +137,21 @@ class LLGuidanceMatcher:
             is_allowed = mask[token >> 3] >> (token & 7) & 1 and matcher.consume_token(token)
             if not is_allowed or matcher.is_stopped():
                 break
-            mask = self._clear_forbidden(matcher.compute_bitmask())
+            mask = self._compute_mask(matcher)
             if matcher.is_error():
                 break
             masks.append(mask)
         return masks
 
-    def _compute_mask(self) -> bytes:
-        mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            self._on_error()
-            raise ValueError(_describe_error(self._matcher))
-        return self._clear_forbidden(mask)
+    def _compute_mask(self, matcher: llguidance.LLMatcher) -> bytes:
+        """Return the ids that may come next after what `matcher` has read.
+
+        llguidance writes into memory of this object: `compute_bitmask` makes the bytes one by one,
+        which takes longer than most masks.
+        """
+        buffer = self._mask_buffer
+        matcher.unsafe_compute_mask_ptr(addressof(buffer), len(buffer))
+        return self._clear_forbidden(buffer.raw)
 
     def _clear_forbidden(self, mask: bytes) -> bytes:
         if not self._forbidden_ids:
@@ -324,7 +332,8 @@ def compile_grammar(
         token_trie, _build_grammar(structure), log_level=0, limits=PARSER_LIMITS
     )
     probe = matcher.deep_copy()
-    first_mask = b"" if matcher.is_error() else probe.compute_bitmask()
+    mask_bytes = -(-token_trie.vocab_size // 32) * 4  # `compute_bitmask` may add a word
+    first_mask = b"" if matcher.is_error() else probe.compute_bitmask()[:mask_bytes]
     if probe.is_error() or not any(first_mask):
         raise _invalid_structure_error(structure.kind, _describe_error(probe))
     return _CompiledGrammar(matcher, first_mask, level)

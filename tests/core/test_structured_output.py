@@ -77,6 +77,21 @@ def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) ->
         assert ids_in(matcher.mask) == expected, prefix
 
 
+@pytest.mark.parametrize("num_special", [31, 32, 33])
+def test_all_masks_of_a_vocabulary_have_as_many_bytes(num_special: int) -> None:
+    """256 bytes and these special tokens: one less than whole words of 32, whole ones, one more."""
+    tokenizer = ByteTokenizer([f"<|{number}|>" for number in range(num_special)])
+    backend = LLGuidanceBackend(tokenizer, tokenizer.vocab_size, (END,))
+    matcher = backend.create_matcher(Structure.regex("(ab)+"), allow_end=True)
+    masks = [matcher.mask]
+    for token in tokenizer.encode("abab"):
+        matcher.feed(token)
+        masks.append(matcher.mask)
+    assert {len(mask) for mask in masks} == {-(-(256 + num_special) // 32) * 4}
+    a, b = tokenizer.encode("ab")
+    assert [ids_in(mask) for mask in masks] == [{a}, {b}, {a, END}, {b}, {a, END}]
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_an_output_is_complete_when_nothing_can_follow(pattern: str) -> None:
     for text in language(pattern) - {b""}:
