@@ -1,8 +1,7 @@
 """CommitGate: the sequences whose next row depends on a result that is still in flight.
 
-Owns the set of them, and `Sequence.inspect_from`, which no other module writes. Two kinds are in
-the set: a sequence with a grammar, whose mask follows from its last token, and one with drafts,
-whose length is known once they are verified. All others run ahead.
+Owns the set of them, and `Sequence.inspect_from`, which no other module writes. In the set are
+sequences with drafts: their length is known once the drafts are verified. All others run ahead.
 
     step       0            1            2            3
     gated     |row|  commit  |row|  commit  |row|             one row, then its commit
@@ -30,13 +29,13 @@ class CommitGate:
         self.sequences: dict[int, Sequence] = {}
 
     def update(self, sequence: Sequence) -> None:
-        """Add a sequence that has a grammar or drafts, and remove any other.
+        """Add a sequence that has drafts, and remove any other.
 
         Call it when a sequence was admitted and when its `num_drafts` was set. From then on each of
         its results is inspected, until `skip_inspection`.
         """
         sequence.inspect_from = 0
-        if sequence.matcher is not None or sequence.num_drafts:
+        if sequence.num_drafts:
             self.sequences[sequence.id] = sequence
         else:
             self.sequences.pop(sequence.id, None)
@@ -50,16 +49,13 @@ class CommitGate:
         """Let `commit` append tokens without inspection while the length stays below `review_len`.
 
         A stop id, a failure and the token that reaches `review_len` are inspected all the same.
-        Nothing changes for a sequence in the gate or with a stop checker. Call it when a token
-        sampled with the current blocks is committed: a result before may be of a prompt chunk.
+        Nothing changes for a sequence in the gate, with a stop checker or with a matcher. Call it
+        when a token sampled with the current blocks is committed: a result before may be of a
+        prompt chunk.
         """
-        if sequence.stop_checker is None and sequence.id not in self.sequences:
+        reads_tokens = sequence.stop_checker is not None or sequence.matcher is not None
+        if not reads_tokens and sequence.id not in self.sequences:
             sequence.inspect_from = review_len - 1
-
-    @property
-    def has_drafts(self) -> bool:
-        """True when the next row of a running sequence may have drafts."""
-        return any(s.num_drafts for s in self.sequences.values())
 
     def blocked(self) -> set[int]:
         """Return the ids of gated sequences that can have no row before a commit.

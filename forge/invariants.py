@@ -62,6 +62,8 @@ Results
     I30  A refused request changes nothing.
     I31  The server's queue never exceeds its limit. Resumed requests do not count.
     I40  An output never passes max_tokens, the context or the pool. A stop before the limit wins.
+    I46  A row that samples under a grammar has its masks, unless it is planned ahead of the token
+         before. Then the next plan gives its mask, or the sequence has ended.
 Speculation
     I32  Accepted drafts are a prefix of the drafts. A row emits them and one token more, fewer only
          where the output ends.
@@ -237,7 +239,7 @@ def _audit_queues(scheduler: Scheduler) -> None:
     assert pool.tables.keys() == running.keys()
     assert all(pool.tables[i] is s.table and s.id == i for i, s in running.items())
     assert scheduler._prefilling.keys() <= running.keys()
-    needs_commit = {i for i, s in running.items() if s.matcher is not None or s.num_drafts}
+    needs_commit = {i for i, s in running.items() if s.num_drafts}
     assert scheduler.gate.sequences.keys() == needs_commit
     drafts = drafts_in_flight(scheduler)
     for i, s in running.items():
@@ -388,7 +390,8 @@ class PlanAudit:
         assert self._step < plan.step == scheduler.ledger[-1].step
         self._step = plan.step
         assert plan.num_tokens <= config.max_num_batched_tokens
-        assert plan.rows or plan.copies or plan.loads or scheduler.disk_cache.is_fetching
+        is_loading = plan.loads or scheduler.disk_cache.is_fetching
+        assert plan.rows or plan.copies or is_loading or plan.late_masks
         assert len(plan.rows) <= config.max_num_seqs
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
@@ -398,6 +401,7 @@ class PlanAudit:
             assert scheduler.pool.hash_of(target) is None
         self._check_moves(plan)
         self._check_drafts(plan)
+        self._check_masks(plan)
         coming = tokens_in_flight(scheduler)
         for row in plan.rows:
             self._apply_row(row)
@@ -442,6 +446,27 @@ class PlanAudit:
         for block in s.table.blocks[row.start // pool.block_size : pool.num_blocks_for(row.end)]:
             assert pool.ref_count(block) == 1, f"row {row} writes into shared block {block}"
             assert pool.hash_of(block) is None, f"row {row} writes into published block {block}"
+
+    def _check_masks(self, plan: StepPlan) -> None:
+        """Assert that each row under a grammar has masks, now or from the next plan (I46)."""
+        sequences, late_rows = self._scheduler.sequences, []
+        for index, row in enumerate(plan.rows):
+            if sequences[row.seq_id].matcher is None or not row.num_samples:
+                assert not row.masks
+            elif row.refs:
+                late_rows.append(index)
+                assert not row.masks and row.num_samples == 1
+            else:
+                assert len(row.masks) == row.num_samples
+        assert plan.late_rows == tuple(late_rows)
+        masks = {}
+        for earlier in list(self._scheduler.ledger)[-2:-1]:
+            for index in earlier.late_rows:
+                s = sequences.get(earlier.rows[index].seq_id)
+                if s is not None and s.matcher is not None:
+                    assert len(s.tokens) == earlier.rows[index].end
+                    masks[index] = s.matcher.mask
+        assert dict(plan.late_masks) == masks and len(plan.late_masks) == len(masks)
 
     def _check_moves(self, plan: StepPlan) -> None:
         """Assert that moves keep the budget, and move what no row or copy touches (I15, I17)."""

@@ -5,24 +5,28 @@ Owns how a sequence becomes a Row, and what that changes in it: `table.num_token
 sequences get a row.
 
     prefill chunk   tokens[start : end]      samples when end is the last known token
-    decode          1 known token, or a TokenRef to the row of the plan before that samples it
+    decode          1 known token, or a TokenRef to the row of the plan before that samples it. With
+                    a grammar its mask follows from that token: the plan after it gives the mask
     verification    last token + drafts      samples after each
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from forge.blocks import BlockPool
 from forge.drafting import Drafter
-from forge.seam import Bind, Draft, Row, TokenRef
+from forge.seam import Bind, Draft, LateMask, Row, StepPlan, TokenRef
 from forge.sequence import Sequence
 
 
-def write_decodes(rows: list[Row], sequences: Iterable[Sequence], step: int) -> int:
+def write_decodes(
+    rows: list[Row], late_rows: list[int], sequences: Iterable[Sequence], step: int
+) -> int:
     """Append a row of one more token for each sequence, and return how many rows were written.
 
-    step   number of the plan that the rows are for
+    late_rows   receives the index of each row whose mask follows from a token in flight
+    step        number of the plan that the rows are for
 
     A sequence whose last token is in flight gets no row. This is the hot loop: a Row is built as a
     tuple, in a third of the time of calling the class.
@@ -32,6 +36,7 @@ def write_decodes(rows: list[Row], sequences: Iterable[Sequence], step: int) -> 
     new_blocks: tuple[int, ...]
     tokens: tuple[int, ...]
     refs: tuple[TokenRef, ...]
+    masks: tuple[bytes, ...]
     for sequence in sequences:
         table, known, matcher = sequence.table, sequence.tokens, sequence.matcher
         start = table.num_tokens
@@ -44,10 +49,15 @@ def write_decodes(rows: list[Row], sequences: Iterable[Sequence], step: int) -> 
         else:
             new_blocks = tuple(blocks[keep:])
             sequence.num_synced_blocks = len(blocks)
+        masks = ()
         if start < len(known):
             tokens, refs = (known[start],), ()
+            if matcher is not None:
+                masks = (matcher.mask,)
         else:  # the plan before this one samples it
             tokens, refs = (), (new(TokenRef, (previous_step, sequence.row_index)),)
+            if matcher is not None:
+                late_rows.append(index)
         sequence.row_index = index
         index += 1
         append(
@@ -64,13 +74,27 @@ def write_decodes(rows: list[Row], sequences: Iterable[Sequence], step: int) -> 
                     new_blocks,
                     1,
                     None,
-                    () if matcher is None else (matcher.mask,),
+                    masks,
                     (),
                 ),
             )
         )
         table.num_tokens = end
     return index - first
+
+
+def collect_late_masks(plan: StepPlan, sequences: Mapping[int, Sequence]) -> tuple[LateMask, ...]:
+    """Return the masks of the plan's late rows. Every token before those rows is committed.
+
+    A preempted sequence keeps the token that its row samples, so it has a mask. One that has ended
+    has none.
+    """
+    found = []
+    for index in plan.late_rows:
+        sequence = sequences.get(plan.rows[index].seq_id)
+        if sequence is not None and sequence.matcher is not None:
+            found.append(LateMask(index, sequence.matcher.mask))
+    return tuple(found)
 
 
 def write_chunk(rows: list[Row], sequence: Sequence, num_tokens: int) -> None:

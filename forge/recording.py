@@ -76,6 +76,9 @@ def plan_digest(plan: StepPlan) -> int:
     if plan.spills or plan.fetches or plan.file_epoch:
         files = (plan.spills, plan.fetches, plan.file_epoch)
         crc = crc32(repr(files).encode(), crc)
+    if plan.late_rows or plan.late_masks:
+        late = (plan.late_rows, [row for row, _ in plan.late_masks])
+        crc = crc32(repr(late).encode(), crc)
     for draft in plan.drafts:
         crc = crc32(plan_digest(draft).to_bytes(4, "little"), crc)
     return crc

@@ -11,8 +11,8 @@ calls make the same plans.
 `schedule()` allocates blocks for decodes (preempting where they run out), admits, splits the token
 budget, adds moves to and from host memory, and returns a plan. `commit(plan, output)` takes plans
 in order and returns what each choice gained. Plan n+1 may be made before plan n is committed: its
-rows then refer to tokens that plan n samples. What is in flight follows from the ledger and the
-tables, so no counter can disagree.
+rows then refer to tokens that plan n samples, and plan n+2 has the masks that follow from them.
+What is in flight follows from the ledger and the tables, so no counter can disagree.
 
 Always true: a running sequence has a slot and a table, a waiting one has neither. A prompt's blocks
 are allocated at admission, a decode's when it crosses a block edge. A block is published when the
@@ -39,7 +39,13 @@ from forge.errors import DuplicateRequest, InvalidConfig, PolicyError
 from forge.host_cache import NO_HOST_TIER, HostCache
 from forge.kv_events import KVEventLog
 from forge.max_len import check_fits, max_len
-from forge.plan_rows import propose_drafts, write_chunk, write_decodes, write_drafts
+from forge.plan_rows import (
+    collect_late_masks,
+    propose_drafts,
+    write_chunk,
+    write_decodes,
+    write_drafts,
+)
 from forge.policy import (
     FCFS,
     STEP_WORK,
@@ -61,7 +67,7 @@ from forge.request import (
     TokenLogprob,
 )
 from forge.sampling import mix
-from forge.seam import COUPLED, BlockCopy, Event, Row, RowOutput, StepOutput, StepPlan
+from forge.seam import COUPLED, BlockCopy, Event, LateMask, Row, RowOutput, StepOutput, StepPlan
 from forge.sequence import (
     AppendResult,
     GrammarMatcher,
@@ -319,27 +325,30 @@ class Scheduler:
             self.policy_calls.raise_pending()
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
+        late_masks = collect_late_masks(self.ledger[-1], self.sequences) if self.ledger else ()
+        rows: list[Row] = []
+        late_rows: list[int] = []
+        copies: list[BlockCopy] = []
         blocked: set[int] = set()
         if self.gate.sequences:
             blocked = self.gate.blocked()
             if blocked and self.gate.should_wait(blocked, self.running.values()):
-                return None
+                return self._add_plan(rows, copies, late_rows, late_masks) if late_masks else None
         without_block = self._allocate_decode_blocks()
-        copies: list[BlockCopy] = []
         try:
             if len(self._preempted_events) == num_preempted:
                 # Where blocks ran out nothing is admitted: they are for running sequences.
                 if self.waiting:
                     self._displace()
                     self._admit(copies)
-            rows = self._plan_rows(without_block | blocked)
+            self._plan_rows(rows, late_rows, without_block | blocked)
         except PolicyError:
             self.disk_cache.cancel_requests()
             # Copies of forks admitted just now are in no plan, so those sequences start again.
             for sequence in [s for s in self._prefilling.values() if not s.num_synced_blocks]:
                 self._preempt(sequence, "the policy was refused")
             raise
-        if not (rows or copies or self._needs_plan_for_moves()):
+        if not (rows or copies or late_masks or self._needs_plan_for_moves()):
             if self.sequences and not self.ledger:
                 if not self.running and self._session_table.num_paused:
                     self._is_stalled = True
@@ -349,6 +358,16 @@ class Scheduler:
                     "gives none of them a token. Let admit and split choose someone"
                 )
             return None
+        return self._add_plan(rows, copies, late_rows, late_masks)
+
+    def _add_plan(
+        self,
+        rows: list[Row],
+        copies: list[BlockCopy],
+        late_rows: list[int],
+        late_masks: tuple[LateMask, ...],
+    ) -> StepPlan:
+        """Add the next plan to the ledger, and return it."""
         plan = StepPlan(
             self.next_step,
             tuple(rows),
@@ -359,6 +378,8 @@ class Scheduler:
             tuple(self._admitted_events),
             tuple(self._preempted_events),
             tuple(self._finished_events),
+            late_rows=tuple(late_rows),
+            late_masks=late_masks,
         )
         if self._has_host_tier:
             # Nothing is allocated in this plan any more, so a block that is stored stays as it is.
@@ -629,15 +650,17 @@ class Scheduler:
         # With every block that it can ever need it is never a victim again.
         return max(end, sequence.max_len - 1)
 
-    def _plan_rows(self, blocked: set[int]) -> list[Row]:
-        """Return the next plan's rows: drafts, other decodes, then chunks, as the policy splits.
+    def _plan_rows(self, rows: list[Row], late_rows: list[int], blocked: set[int]) -> None:
+        """Append the next plan's rows: drafts, other decodes, then chunks, as the policy splits.
 
-        blocked   ids of sequences without a row: they have no block, or wait for a commit
+        late_rows   receives the indices of rows whose masks the plan after that gives
+        blocked     ids of sequences without a row: they have no block, or wait for a commit
         """
-        rows: list[Row] = []
         if not (self._prefilling or blocked or self.gate.sequences):
-            self.num_planned_tokens += write_decodes(rows, self.running.values(), self.next_step)
-            return rows
+            self.num_planned_tokens += write_decodes(
+                rows, late_rows, self.running.values(), self.next_step
+            )
+            return
         prefilling = list(self._prefilling.values())
         if self._has_host_tier:
             # A row reads all blocks before it, so it follows in the plan after the last load.
@@ -652,12 +675,12 @@ class Scheduler:
             and s.table.num_tokens + 1 < s.max_len
         ]
         if not prefilling:
-            self._plan_decodes(rows, decodes, budget - len(decodes))
-            return rows
+            self._plan_decodes(rows, late_rows, decodes, budget - len(decodes))
+            return
         budget = self._bounded_budget(decodes, prefilling)
         split = self.policy_calls.split(budget, len(decodes), prefilling)
         num_spent = split.num_decodes + sum(split.chunks)
-        self._plan_decodes(rows, decodes[: split.num_decodes], budget - num_spent)
+        self._plan_decodes(rows, late_rows, decodes[: split.num_decodes], budget - num_spent)
         for sequence, chunk in zip(prefilling, split.chunks, strict=True):
             if chunk:
                 write_chunk(rows, sequence, chunk)
@@ -665,7 +688,6 @@ class Scheduler:
                 self.drafter.prefill(sequence, sequence.table.num_tokens)
                 if not sequence.num_pending:
                     del self._prefilling[sequence.id]
-        return rows
 
     def _bounded_budget(self, decodes: list[Sequence], prefilling: list[Sequence]) -> int:
         """Return the most tokens of a plan that takes at most `max_step_ms`, if that is set.
@@ -688,13 +710,15 @@ class Scheduler:
             costs, int(1000 * max_step_ms), prompts, len(decodes), num_positions
         )
 
-    def _plan_decodes(self, rows: list[Row], sequences: list[Sequence], draft_budget: int) -> None:
+    def _plan_decodes(
+        self, rows: list[Row], late_rows: list[int], sequences: list[Sequence], draft_budget: int
+    ) -> None:
         """Append a row for each sequence: first the rows with drafts, then those of one token.
 
         draft_budget   most drafts in all rows together
         """
         without_drafts = sequences
-        if self.gate.has_drafts:
+        if self.gate.sequences:
             without_drafts = []
             for sequence in sequences:
                 drafts, masks = propose_drafts(self.drafter, self.pool, sequence, draft_budget)
@@ -704,7 +728,7 @@ class Scheduler:
                     write_drafts(rows, sequence, drafts, masks)
                 else:
                     without_drafts.append(sequence)
-        self.num_planned_tokens += write_decodes(rows, without_drafts, self.next_step)
+        self.num_planned_tokens += write_decodes(rows, late_rows, without_drafts, self.next_step)
 
     def _num_to_compute(self, sequence: Sequence) -> int:
         """Return how many known tokens rows have yet to compute, without those to be loaded."""

@@ -23,6 +23,13 @@ and a row refers to each draft by (plan, row): distributions stay below the seam
     plan.drafts[0]   rows  ... x            d1 sampled after x         target's row:  x d1 d2
     plan.drafts[1]   rows  d1 (reference)   d2 sampled after d1                       1 to 3 tokens
 
+A grammar's mask depends on the token before, which may be in flight. A row that is planned ahead of
+it is named in `late_rows`, and the next plan gives its mask. So a model runs the row up to its
+logits, and samples once the host has seen the token.
+
+    plan 4   late_rows=(0,)              rows  0: input of plan 3, up to the logits
+    plan 5   late_masks=((0, mask),)     row 0 of plan 4 is sampled first; then the rows of plan 5
+
 Blocks also move between the device and a pool of blocks in host memory. A plan is a barrier: its
 rows and moves are complete before anything of the next plan begins. Within a plan, moves may run at
 any time alongside the rows, so no row touches a block that its own plan moves.
@@ -115,7 +122,7 @@ class Row(NamedTuple):
                   there are drafts
     bind          set when the slot changes its sequence; the table is then given whole (keep = 0)
     masks         ids that may be sampled, one mask a sample: id t is bit t % 8 of byte t // 8.
-                  Empty: every id
+                  Empty: every id, unless the row is one of the plan's `late_rows`
     drafts        inputs after all others, to be verified. The next row's `start` says how many
                   were accepted: the slot's state of later positions is dropped
     """
@@ -146,6 +153,13 @@ assert Row._fields == (
     *("seq_id", "epoch", "slot", "start", "tokens", "refs"),
     *("keep", "new_blocks", "num_samples", "bind", "masks", "drafts"),
 ), "plan_rows.write_decodes and ModelDrafter.propose build a Row as a tuple of these fields"
+
+
+class LateMask(NamedTuple):
+    """Mask of row `row` of the plan before, which is one of its `late_rows`. As in Row.masks."""
+
+    row: int
+    mask: bytes
 
 
 class BlockCopy(NamedTuple):
@@ -206,6 +220,7 @@ class Event(NamedTuple):
 class StepPlan(NamedTuple):
     """Work of one step: resize the pools, do the copies, compute the rows and, alongside, move.
 
+    Before all that, rows of the plan before are sampled: those of `late_masks`.
     Its repr is text that builds an equal plan, to be pasted into a test. No block and no host block
     is in two moves, and no row or copy reads or writes a block that is moved.
 
@@ -224,6 +239,10 @@ class StepPlan(NamedTuple):
     fetches      host blocks to read from files; answered later
     file_epoch   a model that sees another one than before has ended the spills and fetches of
                  earlier plans, without answers, before it runs this plan
+    late_rows    rows with one sample whose masks the next plan gives, ascending. They are computed
+                 up to their logits
+    late_masks   masks of the late rows of plan `step` - 1, ascending by row. One that is left out
+                 is of a sequence that has ended: its result is dropped
     """
 
     step: int
@@ -241,6 +260,8 @@ class StepPlan(NamedTuple):
     spills: tuple[HostFile, ...] = ()
     fetches: tuple[HostFile, ...] = ()
     file_epoch: int = 0
+    late_rows: tuple[int, ...] = ()
+    late_masks: tuple[LateMask, ...] = ()
 
     def __repr__(self) -> str:
         return _repr_without_defaults(self)
@@ -257,6 +278,8 @@ class StepPlan(NamedTuple):
         if self.admitted or self.preempted or self.finished or self.copies:
             return False
         if self.stores or self.loads or self.spills or self.fetches:
+            return False
+        if self.late_rows or self.late_masks:
             return False
         # A row has at least one token.
         return self.num_tokens == len(self.rows) and all(row.num_samples == 1 for row in self.rows)
@@ -316,6 +339,7 @@ class PendingStep(Protocol):
     def result(self) -> StepOutput:
         """Wait for this step only and return what it produced.
 
+        A late row has a result once the next plan was accepted, and an error before that.
         Raises whatever broke the step as a whole; every plan in flight is then void.
         """
         ...

@@ -171,5 +171,5 @@ def create_last_plan(
             sequences[allocation.row].num_synced_blocks -= 1
     rows: list[Row] = []
     step = first_plan.step + steps - 1
-    write_decodes(rows, sequences, step)
+    write_decodes(rows, [], sequences, step)
     return first_plan._replace(step=step, rows=tuple(rows))

@@ -47,7 +47,16 @@ from forge.sampling import (
     token_logprob,
     uniform,
 )
-from forge.seam import Bind, Row, RowOutput, StepOutput, StepPlan, Verified
+from forge.seam import (
+    Bind,
+    FileAnswer,
+    LateMask,
+    Row,
+    RowOutput,
+    StepOutput,
+    StepPlan,
+    Verified,
+)
 
 _UNWRITTEN = -1
 """Content of a position that was never written. It is no token id, so a read of it is detected."""
@@ -66,6 +75,9 @@ class FaultHooks(NamedTuple):
 
 
 NO_FAULTS = FaultHooks()
+
+UNMASKED = RowOutput(error="the next plan gave no mask for this row")
+"""Result of a late row until the next plan gives its mask."""
 
 
 @dataclass(slots=True)
@@ -100,10 +112,15 @@ class _TargetSample(NamedTuple):
 
 
 class ComputedStep(NamedTuple):
-    """PendingStep whose arithmetic is done; `result` waits until the imagined device would be."""
+    """PendingStep whose arithmetic is done; `result` waits until the imagined device would be.
+
+    rows   results; the model replaces those of late rows when the next plan gives their masks
+    """
 
     plan: StepPlan
-    output: StepOutput
+    rows: list[RowOutput]
+    undrafted: tuple[int, ...]
+    answers: tuple[FileAnswer, ...]
     faults: FaultHooks
     ready_at_s: float
 
@@ -116,13 +133,10 @@ class ComputedStep(NamedTuple):
     def result_now(self) -> StepOutput:
         """Return the output of `result` without waiting."""
         errors = self.faults.result(self.plan)
-        if not errors:
-            return self.output
-        rows = (
-            RowOutput(error=errors[i]) if i in errors else out
-            for i, out in enumerate(self.output.rows)
+        rows = tuple(
+            RowOutput(error=errors[i]) if i in errors else out for i, out in enumerate(self.rows)
         )
-        return self.output._replace(rows=tuple(rows))
+        return StepOutput(self.plan.step, rows, self.undrafted, self.answers)
 
 
 class LogitsModel:
@@ -165,6 +179,7 @@ class LogitsModel:
         self._files = files or no_files()
         self._slots: dict[int, _Slot] = {}
         self._sampled_by_step: dict[int, list[int]] = {}
+        self._last_step: ComputedStep | None = None
         self._faults = faults
         self._step_s = step_s
         self._free_at_s = 0.0
@@ -189,7 +204,10 @@ class LogitsModel:
         return True
 
     def forward(self, plan: StepPlan) -> ComputedStep:
-        """Execute the draft's plans, then the plan's copies, rows and moves, in order."""
+        """Execute the draft's plans, then the plan's copies, rows and moves, in order.
+
+        First the late rows of the plan before are sampled.
+        """
         if plan.block_size != self._block_size:
             raise InvalidConfig(
                 "block_size",
@@ -198,6 +216,7 @@ class LogitsModel:
                 "Give both the same",
             )
         self._faults.forward(plan)
+        self._sample_late_rows(plan.late_masks)
         undrafted = self._run_draft_plans(plan)
         grown = plan.num_blocks - len(self._block_tokens)
         del self._block_tokens[plan.num_blocks :]
@@ -214,9 +233,12 @@ class LogitsModel:
         before = self._sampled_by_step.get(plan.step - 1, [])
         self._sampled_by_step = {plan.step - 1: before, plan.step: sampled}
         self._draft_probs.clear()
-        rows = []
-        for row in plan.rows:
-            output = self._compute(row)
+        rows, late_rows = [], frozenset(plan.late_rows)
+        for index, row in enumerate(plan.rows):
+            drafts = self._resolve_drafts(row)
+            output = self._compute(row, drafts)
+            if output is None:
+                output = UNMASKED if index in late_rows else self._sample(row, drafts)
             rows.append(output)
             sampled.append(output.tokens[0] if output.tokens else _UNWRITTEN)
         self._host_blocks.run_moves(plan, self._block_tokens)
@@ -224,8 +246,20 @@ class LogitsModel:
         if self._step_s:
             ready_s = self._free_at_s = max(time.monotonic(), self._free_at_s) + self._step_s
         answers = self._files.end(plan)
-        done = StepOutput(plan.step, tuple(rows), undrafted, answers)
-        return ComputedStep(plan, done, self._faults, ready_s)
+        step = ComputedStep(plan, rows, undrafted, answers, self._faults, ready_s)
+        self._last_step = step
+        return step
+
+    def _sample_late_rows(self, late_masks: Sequence[LateMask]) -> None:
+        """Sample these rows of the step before. One whose input failed keeps its error."""
+        for index, mask in late_masks:
+            step = self._last_step
+            assert step is not None and index in step.plan.late_rows, f"row {index} is not late"
+            if step.rows[index] is UNMASKED:
+                output = self._sample(step.plan.rows[index]._replace(masks=(mask,)), [])
+                step.rows[index] = output
+                if output.tokens:
+                    self._sampled_by_step[step.plan.step][index] = output.tokens[0]
 
     def poison(self, row: Row) -> None:
         """Overwrite the row's positions, for tests and simulation: reading one again is detected.
@@ -287,7 +321,8 @@ class LogitsModel:
     def _new_block(self) -> array[int]:
         return array("i", [_UNWRITTEN]) * self._block_size
 
-    def _compute(self, row: Row) -> RowOutput:
+    def _compute(self, row: Row, drafts: list[_DrawnDraft]) -> RowOutput | None:
+        """Write the row's inputs into its blocks. Return an error where an input is unknown."""
         if row.bind is not None:
             self._slots[row.slot] = _Slot(row.bind, [], list(row.bind.history))
         slot = self._slots[row.slot]
@@ -295,10 +330,13 @@ class LogitsModel:
         inputs = [*row.tokens, *(self._sampled_by_step[ref.step][ref.row] for ref in row.refs)]
         if _UNWRITTEN in inputs:
             return RowOutput(error="its input comes from a row that failed")
-        drafts = self._resolve_drafts(row)
         self._write_inputs(slot, row.start, [*inputs, *(draft.token for draft in drafts)])
+        return None
+
+    def _sample(self, row: Row, drafts: list[_DrawnDraft]) -> RowOutput:
+        """Return the result of a row whose inputs are in its blocks."""
         try:
-            return self._build_output(slot, row, drafts)
+            return self._build_output(self._slots[row.slot], row, drafts)
         except Exception as error:  # `logits` fails for this context; other rows go on.
             return RowOutput(error=f"logits: {error!r}")
 

@@ -135,7 +135,7 @@ class State(NamedTuple):
 
 
 class AnyTokenMatcher:
-    """Matcher that allows every token: its sequence is planned one commit at a time."""
+    """Matcher that allows every token. Planned ahead, its rows get their masks one plan later."""
 
     mask = b"\x07"
 
@@ -172,7 +172,8 @@ def possible_actions(world: TinyWorld, state: State) -> Iterator[Action]:
     scheduler = state.scheduler
     if scheduler.can_plan and len(scheduler.ledger) < world.config.depth:
         yield Action(SCHEDULE)
-    if scheduler.ledger:
+    has_result = bool(scheduler.ledger) and not awaits_masks(scheduler)
+    if has_result:
         rows = list(live_rows(scheduler, scheduler.ledger[0]))
         for outcomes in product(*[_outcomes(scheduler, row) for row in rows]):
             yield Action(COMMIT, outcomes=outcomes)
@@ -189,7 +190,7 @@ def possible_actions(world: TinyWorld, state: State) -> Iterator[Action]:
     if ABORT in world.faults:
         for index in range(len(scheduler.requests)):
             yield Action(ABORT, index)
-    if scheduler.ledger and FAIL in world.faults:
+    if has_result and FAIL in world.faults:
         for index in range(len(rows)):
             outcomes = tuple(FAIL if index == i else GO for i in range(len(rows)))
             yield Action(COMMIT, outcomes=outcomes)
@@ -206,6 +207,14 @@ def _outcomes(scheduler: Scheduler, row: Row) -> tuple[str, ...]:
     """Return the outcomes of a row that did not fail."""
     can_end = END_TOKEN in scheduler.sequences[row.seq_id].stop_ids
     return (GO, END) if row.num_samples and can_end else (GO,)
+
+
+def awaits_masks(scheduler: Scheduler) -> bool:
+    """Return whether the only plan in flight has no result before the next plan: a row is late."""
+    if len(scheduler.ledger) != 1:
+        return False
+    plan = scheduler.ledger[0]
+    return any(plan.rows[index].seq_id in scheduler.sequences for index in plan.late_rows)
 
 
 def live_rows(scheduler: Scheduler, plan: StepPlan) -> Iterator[Row]:

@@ -9,7 +9,7 @@ largest output and what else is set.
     forks             5      3       4  one with n=2, and one that shares a prefix with it
     priorities        4      2       3  an urgent one and another
     exempt            6      2       2  an urgent one that always preempts a long one; no sharing
-    structure         4      2       3  one with a grammar, which is planned one commit at a time
+    structure         4      2       3  one with a grammar: its masks follow one plan later
     resize            4      2       3  two, in a pool that shrinks and grows
     host              3      2       3  two that evict each other to a host pool of three blocks
     host-filter       3      2       3  the same with two host blocks, stored at a second touch

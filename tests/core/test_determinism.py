@@ -34,6 +34,8 @@ from tests.core.worlds import (
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(16)
+LATE_SEED = 19
+"""World in which a mask comes in the plan after that of its row."""
 
 
 def list_plans(outcome: WorldOutcome) -> list[StepPlan]:
@@ -85,7 +87,7 @@ def test_a_printed_plan_is_the_plan_when_pasted() -> None:
     """`repr` of a plan, evaluated with names of forge.seam and forge.request, is an equal plan."""
     names = {**vars(forge.seam), **vars(forge.request)}
     field_names = set()
-    for seed in SEEDS:
+    for seed in (*SEEDS, LATE_SEED):
         for plan in list_plans(run_world(draw_world(seed))):
             pasted = eval(repr(plan), dict(names))
             assert pasted == plan and type(pasted) is StepPlan

@@ -65,6 +65,9 @@ EVENTS = (
     "failed drafts",
     "drafts and prompts",
     "rows of several k",
+    "late masks",
+    "plans of masks alone",
+    "late rows of ended sequences",
 )
 ENDINGS = ("eos", "stop id", "stop string", "structure", "length", "abort", "error")
 
@@ -126,7 +129,8 @@ def max_steps(world: RandomWorld) -> int:
     """Return the most engine steps of a world without faults, resizes and late arrivals.
 
     A sequence gets blocks at most 1 + ALLOWED_PREEMPTIONS times and computes at most its length
-    each time. Every plan computes a position, and a step that plans nothing commits a plan.
+    each time. Every plan computes a position or follows one and gives masks to its rows. A step
+    that plans nothing commits a plan.
     """
     lengths = (
         r.params.n * (len(r.prompt) + r.params.max_tokens)

@@ -7,12 +7,14 @@ classes, preemption, endings, aborts, the prefix cache, forks, faults, resizing,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from forge.config import Speculation
+from forge.drafting import create_drafter
 from forge.errors import (
     ContextTooLong,
     DuplicateRequest,
@@ -33,9 +35,12 @@ from forge.seam import (
     StepOutput,
     StepPlan,
     TokenRef,
+    Verified,
 )
 from forge.sequence import StopChecker
 from tests.core.builders import (
+    EOS,
+    VOCAB,
     check_block_pool,
     config,
     create_output,
@@ -1439,6 +1444,9 @@ class CountingMatcher:
         self.mask = bytes((self.mask[0] + 1,))
         return token == 9
 
+    def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
+        return [bytes((self.mask[0] + count,)) for count, _ in enumerate(drafts, 1)]
+
 
 def matcher_scheduler(**numbers: Any) -> Scheduler:
     """Return a scheduler in which requests of min_p 1 have a matcher, and others have none."""
@@ -1466,40 +1474,193 @@ def test_a_chunk_that_samples_nothing_has_no_mask() -> None:
     assert [masks(step(s)[0]) for _ in range(3)] == [[(0, None)], [(0, b"\0")], [(0, b"\1")]]
 
 
-def test_a_sequence_waits_for_the_token_that_its_mask_depends_on_and_others_run_ahead() -> None:
+def late(plan: StepPlan) -> tuple[tuple[int, ...], list[tuple[int, bytes]]]:
+    """Return the late rows of the plan, and the masks that it gives to those of the plan before."""
+    return plan.late_rows, [tuple(each) for each in plan.late_masks]
+
+
+def test_a_row_that_is_planned_ahead_of_the_token_before_gets_its_mask_from_the_next_plan() -> None:
     s = matcher_scheduler()
-    s.add(request(0, prompt=[1], min_p=1.0))
-    s.add(request(1, prompt=[2]))
-    s.add(request(2, prompt=[3]))
+    s.add(request(0, prompt=[1]))
+    s.add(request(1, prompt=[2], min_p=1.0))
     first, second = next_plan(s), next_plan(s)
-    assert (row_tuples(first), row_tuples(second)) == ([0, 1, 2], [1, 2])
+    assert (masks(first), late(first)) == ([(0, None), (1, b"\0")], ((), []))
+    assert (masks(second), late(second)) == ([(0, None), (1, None)], ((1,), []))
     s.commit(first, create_output(first))
-    assert masks(next_plan(s)) == [(0, b"\1"), (1, None), (2, None)]
+    third = next_plan(s)
+    assert (masks(third), late(third)) == ([(0, None), (1, None)], ((1,), [(1, b"\1")]))
+    s.commit(second, create_output(second))
+    assert late(next_plan(s)) == ((1,), [(1, b"\2")])
 
 
-def test_nothing_is_planned_when_half_of_the_sequences_wait() -> None:
+def test_late_rows_of_a_mixed_plan_are_those_after_drafts_and_before_chunks() -> None:
+    s = drafting_scheduler({0})
+    s.add(request(0, prompt=[1]))
+    s.add(request(1, prompt=[2]))
+    s.add(request(2, prompt=[3], min_p=1.0))
+    s.add(request(3, prompt=[3, 4], min_p=1.0))
+    step(s)
+    first = next_plan(s)
+    assert [len(row.drafts) for row in first.rows] == [1, 0, 0, 0] and first.late_rows == ()
+    s.add(request(4, prompt=[4, 5, 6], min_p=1.0))
+    second = next_plan(s)
+    assert (row_tuples(second), late(second)) == ([1, 2, 3, 4], ((1, 2), []))
+    assert masks(second)[3] == (4, b"\0")
+    s.commit(first, create_output(first))
+    third = next_plan(s)
+    assert row_tuples(third) == [0, 1, 2, 3, 4]
+    assert late(third) == ((2, 3, 4), [(1, b"\2"), (2, b"\2")])
+
+
+@pytest.mark.parametrize("ending", ["abort", "complete", "failed matcher"])
+def test_a_late_row_of_a_sequence_that_has_ended_gets_no_mask(ending: str) -> None:
     s = matcher_scheduler()
     s.add(request(0, prompt=[1], min_p=1.0))
-    s.add(request(1, prompt=[2]))
+    s.add(request(1, prompt=[2], min_p=1.0))
+    first = next_plan(s)
+    second = next_plan(s)
+    assert second.late_rows == (0, 1)
+    tokens = {"abort": 7, "complete": 9, "failed matcher": 13}
+    rows = RowOutput((tokens[ending],)), RowOutput((7,))
+    s.commit(first, StepOutput(first.step, rows))
+    if ending == "abort":
+        s.abort(0)
+    third = next_plan(s)
+    assert (row_tuples(third), late(third)) == ([1], ((0,), [(1, b"\1")]))
+    rows = RowOutput(error="no mask"), RowOutput((7,))
+    assert s.commit(second, StepOutput(second.step, rows)) == [Delta(1, 0, (7,))]
+
+
+def test_the_masks_of_the_last_rows_come_in_a_plan_without_rows() -> None:
+    s = matcher_scheduler()
+    s.add(request(0, prompt=[1], min_p=1.0, max_tokens=2))
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first))
+    third = next_plan(s)
+    assert (third.rows, late(third)) == ((), ((), [(0, b"\1")]))
+    assert endings(s.commit(second, create_output(second))) == [(0, LENGTH)]
+    assert s.commit(third, create_output(third)) == []
+    assert not s.has_work and not s.ledger
+
+
+def test_masks_are_given_while_all_sequences_wait_for_drafts() -> None:
+    """The second row of 0 is late when its first token comes, after which it may have drafts."""
+    s = drafting_scheduler({0})
+    s.add(request(0, prompt=[1], min_p=1.0))
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first))
+    assert s.running[0].num_drafts == 1
+    third = next_plan(s)
+    assert (third.rows, late(third)) == ((), ((), [(0, b"\1")]))
+    assert s.schedule() is None
+    s.commit(second, create_output(second))
+    assert [(row.drafts, row.masks) for row in next_plan(s).rows] == [((5,), (b"\2", b"\3"))]
+
+
+def test_a_preempted_sequence_gets_the_mask_of_the_row_in_flight() -> None:
+    s = matcher_scheduler(blocks=4, block_size=1, enable_prefix_caching=False)
+    s.add(request(0, prompt=[1], max_tokens=4))
+    s.add(request(1, prompt=[2], min_p=1.0, max_tokens=4))
+    first, second = next_plan(s), next_plan(s)
+    assert second.late_rows == (1,)
+    s.commit(first, create_output(first))
+    third = next_plan(s)
+    assert event_ids(third.preempted) == [1]
+    assert (row_tuples(third), late(third)) == ([0], ((), [(1, b"\1")]))
+    s.commit(second, create_output(second))
+    assert s.waiting[0].tokens == [2, 7, 7]
+
+
+def test_a_sequence_that_waits_again_gets_the_mask_of_the_row_in_flight() -> None:
+    """A resize preempts it, between two plans."""
+    s = matcher_scheduler(blocks=8, block_size=1)
+    for id in range(3):
+        s.add(request(id, prompt=[id + 1], min_p=1.0 if id == 2 else 0.0, max_tokens=4))
+    first, second = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first))
+    s.resize(5)
+    assert waiting_ids(s) == [2]
+    assert late(next_plan(s)) == ((), [(2, b"\1")])
+    s.commit(second, create_output(second))
+    assert s.sequences[2].tokens == [3, 7, 7]
+
+
+def test_a_voided_plan_gets_no_masks() -> None:
+    s = matcher_scheduler()
+    s.add(request(0, prompt=[1], min_p=1.0))
+    first, _ = next_plan(s), next_plan(s)
+    s.commit(first, create_output(first))
+    s.void("boom")
+    again = next_plan(s)
+    assert (masks(again), late(again)) == ([(0, b"\1")], ((), []))
+
+
+# Waiting for a commit.
+
+
+class Guess:
+    """A Proposer of token 5 for some requests."""
+
+    def __init__(self, request_ids: Collection[int]) -> None:
+        self._request_ids = request_ids
+
+    def propose(
+        self, request_id: int, tokens: Sequence[int], prompt_len: int, max_drafts: int
+    ) -> tuple[int, ...]:
+        return (5,)[:max_drafts] if request_id in self._request_ids else ()
+
+
+def drafting_scheduler(request_ids: Collection[int], **numbers: Any) -> Scheduler:
+    """Return a scheduler in which these requests have a draft a row after their first token.
+
+    Requests of min_p 1 have a matcher.
+    """
+    chosen = config(speculation=Speculation(num_tokens=1, method="ngram"), **numbers)
+    return Scheduler(
+        chosen,
+        VOCAB,
+        (EOS,),
+        create_matcher=lambda params: CountingMatcher() if params.min_p else None,
+        drafter=create_drafter(chosen, Guess(request_ids)),
+    )
+
+
+def test_nothing_is_planned_when_half_of_the_tokens_wait() -> None:
+    """Sequence 0 may gain two tokens, with its draft, and the others one each."""
+    s = drafting_scheduler({0})
+    for id in range(3):
+        s.add(request(id, prompt=[1]))
+    step(s)
     first = next_plan(s)
     assert s.schedule() is None
     s.commit(first, create_output(first))
-    assert row_tuples(next_plan(s)) == [0, 1]
+    assert row_tuples(next_plan(s)) == [0, 1, 2]
+
+
+def test_others_run_ahead_while_less_than_half_of_the_tokens_wait() -> None:
+    s = drafting_scheduler({0})
+    for id in range(4):
+        s.add(request(id, prompt=[1]))
+    step(s)
+    assert (row_tuples(next_plan(s)), row_tuples(next_plan(s))) == ([0, 1, 2, 3], [1, 2, 3])
 
 
 @pytest.mark.parametrize("late", range(5))
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_sequences_that_wait_do_not_take_turns(count: int, late: int) -> None:
-    """They arrive in two halves, which with two plans in flight could alternate indefinitely."""
-    s = matcher_scheduler(blocks=200)
+    """They arrive in two halves, which with two plans in flight could alternate indefinitely.
+
+    Every draft is rejected, so each row gives one token.
+    """
+    s = drafting_scheduler(range(count), blocks=200)
     for id in range(count // 2):
-        s.add(request(id, prompt=[1], min_p=1.0, max_tokens=40))
+        s.add(request(id, prompt=[1], max_tokens=40))
     in_flight: deque[StepPlan] = deque()
     steps = sizes = 0
     coming = deque(range(count // 2, count))
     while s.has_work:
         while coming and steps >= late:
-            s.add(request(coming.popleft(), prompt=[1], min_p=1.0, max_tokens=40))
+            s.add(request(coming.popleft(), prompt=[1], max_tokens=40))
         plan = s.schedule()
         if plan is not None:
             steps += 1
@@ -1507,36 +1668,45 @@ def test_sequences_that_wait_do_not_take_turns(count: int, late: int) -> None:
             in_flight.append(plan)
         if plan is None or len(in_flight) == 2:
             oldest = in_flight.popleft()
-            s.commit(oldest, create_output(oldest))
+            rows = [RowOutput((7,), verified=(Verified(5),) * len(r.drafts)) for r in oldest.rows]
+            s.commit(oldest, StepOutput(oldest.step, tuple(rows)))
     assert sizes == 40 * count
     assert steps <= 40 + late + 2
 
 
 def test_a_sequence_whose_last_token_is_in_flight_delays_no_other() -> None:
-    s = matcher_scheduler()
-    s.add(request(0, prompt=[1], min_p=1.0, max_tokens=1))
+    s = drafting_scheduler({0})
+    s.add(request(0, prompt=[1], max_tokens=3))
     s.add(request(1, prompt=[2]))
+    step(s)
+    assert s.running[0].num_drafts == 1
     assert (row_tuples(next_plan(s)), row_tuples(next_plan(s))) == ([0, 1], [1])
 
 
 def test_a_sequence_whose_last_token_is_in_flight_is_none_of_the_others() -> None:
-    s = matcher_scheduler()
-    s.add(request(0, prompt=[1], min_p=1.0))
-    s.add(request(1, prompt=[2], max_tokens=1))
+    s = drafting_scheduler({0})
+    s.add(request(0, prompt=[1]))
+    s.add(request(1, prompt=[2], max_tokens=2))
     s.add(request(2, prompt=[3]))
+    s.add(request(3, prompt=[4]))
+    step(s)
     first = next_plan(s)
     assert s.schedule() is None
     s.commit(first, create_output(first))
-    assert row_tuples(next_plan(s)) == [0, 2]
+    assert row_tuples(next_plan(s)) == [0, 2, 3]
 
 
 def test_a_sequence_that_is_gone_is_not_waited_for() -> None:
-    s = matcher_scheduler()
-    s.add(request(0, prompt=[1], min_p=1.0))
+    s = drafting_scheduler({0})
+    s.add(request(0, prompt=[1]))
     s.add(request(1, prompt=[2]))
+    step(s)
     next_plan(s)
     s.abort(0)
     assert row_tuples(next_plan(s)) == [1]
+
+
+# Matchers.
 
 
 def test_a_matcher_reports_when_an_output_is_complete() -> None:

@@ -11,7 +11,7 @@ from forge.config import Speculation
 from forge.drafting import create_drafter
 from forge.engine import Engine
 from forge.models.hash import HashModel
-from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.request import Delta, FinishReason, Request, SamplingParams, Structure, TokenLogprob
 from forge.scheduler import Scheduler
 from forge.seam import (
     Bind,
@@ -24,6 +24,7 @@ from forge.seam import (
     StepPlan,
     TokenRef,
 )
+from forge.tokenizer import ByteTokenizer
 from tests.core.builders import EOS, VOCAB, config, create_output, request
 
 FOUR = {"vocab_size", "num_layers", "eos_token", "forward"}
@@ -181,7 +182,7 @@ class TextLogModel(HashModel):
 
     def forward(self, plan: StepPlan) -> Any:
         step = super().forward(plan)
-        self._log.append((repr(plan), step.output))
+        self._log.append((repr(plan), step.result()))
         return step
 
 
@@ -202,6 +203,58 @@ def test_the_text_of_the_plans_is_all_that_another_model_needs() -> None:
     assert any(row.bind and row.bind.history for row in rows), "no slot has a history"
     fresh = create_model()
     assert [fresh.forward(plan).result() for plan in plans] == [output for _, output in log]
+
+
+class PlanLogModel(HashModel):
+    """A HashModel that keeps every plan with its step."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=16, block_size=4)
+        self.steps: list[tuple[StepPlan, Any]] = []
+
+    def forward(self, plan: StepPlan) -> Any:
+        self.steps.append((plan, super().forward(plan)))
+        return self.steps[-1][1]
+
+
+def run_structured(model: HashModel, depth: int, abort_step: int) -> list[Delta]:
+    """Return the deltas of two outputs of letters and one of anything. One of letters is aborted.
+
+    abort_step   steps before the abort
+    """
+    engine = Engine(model, config(blocks=16, depth=depth), ByteTokenizer())
+    letters = Structure.regex("[a-f]+")
+    for id, structure in enumerate((letters, None, letters)):
+        params = SamplingParams(max_tokens=8, seed=id, ignore_eos=True, structure=structure)
+        engine.submit(Request(id, (10 + id, 11), params))
+    deltas: list[Delta] = []
+    for step in range(30):
+        if step == abort_step:
+            engine.abort(2)
+        deltas += engine.step()
+    assert not engine.has_work
+    return deltas
+
+
+@pytest.mark.parametrize("abort_step", range(12))
+def test_an_abort_between_a_late_row_and_its_mask_changes_no_other_output(abort_step: int) -> None:
+    model = PlanLogModel()
+    one = run_structured(HashModel(num_blocks=16, block_size=4), 1, 99)
+    ahead = run_structured(model, 2, abort_step)
+    plans = [plan for plan, _ in model.steps]
+    if abort_step > 1:
+        assert any(plan.late_masks for plan in plans)
+    for id in range(3):
+        expected = [token for delta in one if delta.request_id == id for token in delta.tokens]
+        tokens = [token for delta in ahead if delta.request_id == id for token in delta.tokens]
+        assert tokens == expected[: len(tokens)]
+        assert len(tokens) == 8 or id == 2
+        (ending,) = [d.finish for d in ahead if d.request_id == id and d.finish is not None]
+        assert ending is (FinishReason.LENGTH if len(tokens) == 8 else FinishReason.ABORT)
+        assert id == 1 or all(98 <= token <= 103 for token in tokens)
+    again = HashModel(num_blocks=16, block_size=4)
+    steps = [again.forward(plan) for plan in plans]
+    assert [step.result() for step in steps] == [step.result() for _, step in model.steps]
 
 
 def has_type(value: Any, hint: Any) -> bool:

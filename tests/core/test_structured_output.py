@@ -80,7 +80,7 @@ def test_a_mask_has_every_token_that_may_come_next_and_no_other(pattern: str) ->
 @pytest.mark.parametrize("num_special", [31, 32, 33])
 def test_all_masks_of_a_vocabulary_have_as_many_bytes(num_special: int) -> None:
     """256 bytes and these special tokens: one less than whole words of 32, whole ones, one more."""
-    tokenizer = ByteTokenizer([f"<|{number}|>" for number in range(num_special)])
+    tokenizer = ByteTokenizer(tuple(f"<|{number}|>" for number in range(num_special)))
     backend = LLGuidanceBackend(tokenizer, tokenizer.vocab_size, (END,))
     matcher = backend.create_matcher(Structure.regex("(ab)+"), allow_end=True)
     masks = [matcher.mask]

@@ -638,7 +638,13 @@ def count_events(log: list[StepPlan | StepOutput]) -> Counter[str]:
         event_counts["stores"] += len(plan.stores)
         event_counts["spills"] += len(plan.spills)
         event_counts["fetches"] += len(plan.fetches)
-        event_counts["plans for files"] += not (plan.rows or plan.loads or plan.copies)
+        is_for_files = not (plan.rows or plan.loads or plan.copies or plan.late_masks)
+        event_counts["plans for files"] += is_for_files
+        event_counts["late masks"] += len(plan.late_masks)
+        event_counts["plans of masks alone"] += bool(plan.late_masks and not plan.rows)
+        if plan.late_rows or plan.late_masks:
+            num_late = sum(len(earlier.late_rows) for earlier in in_flight_plans)
+            event_counts["late rows of ended sequences"] += num_late > len(plan.late_masks)
         event_counts["loads"] += len(plan.loads)
         event_counts["loads alongside rows"] += bool(plan.loads and plan.rows)
         event_counts["loads of several plans"] += any(

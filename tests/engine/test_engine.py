@@ -572,7 +572,7 @@ class ShortOutputModel(HashModel):
     def forward(self, plan: StepPlan) -> Any:
         step = super().forward(plan)
         if plan.step == 1:
-            return step._replace(output=step.output._replace(rows=step.output.rows[:-1]))
+            return step._replace(rows=step.rows[:-1])
         return step
 
 

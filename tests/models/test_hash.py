@@ -20,7 +20,7 @@ from forge.models.hash import HashModel
 from forge.models.logits import FaultHooks, LogitsModel
 from forge.request import Request, SamplingParams, Structure, TokenLogprob
 from forge.sampling import NO_ALLOWED_TOKEN, token_logprob
-from forge.seam import Bind, BlockCopy, Row, RowOutput, StepPlan, TokenRef
+from forge.seam import Bind, BlockCopy, LateMask, Row, RowOutput, StepPlan, TokenRef
 from tests.core.builders import config
 from tests.core.reference import compute_expected
 from tests.virtual_time import VirtualTime
@@ -409,6 +409,58 @@ def test_a_token_is_drawn_from_those_of_the_rows_mask() -> None:
     outputs = model.forward(plan(0, *rows)).result().rows
     assert [output.tokens for output in outputs] == [(1,), (0,), (), (2,)]
     assert outputs[2].error == NO_ALLOWED_TOKEN
+
+
+LATE = Row(0, 0, 0, 1, (), (TokenRef(0, 0),), 1, (), 1, None)
+"""The row after the first, planned ahead of its token."""
+
+
+def test_a_late_row_is_sampled_when_the_next_plan_gives_its_mask() -> None:
+    """Without a mask 3 is the most likely token. The row after it reads what was sampled."""
+    contexts: list[tuple[int, ...]] = []
+
+    def logits(context: Sequence[int]) -> list[float]:
+        contexts.append(tuple(context))
+        return [0.0, 4.0, 5.0, 6.0]
+
+    model = LogitsModel(logits, vocab_size=4, eos_token=0, num_blocks=8, block_size=4)
+    model.forward(plan(0, prompt_row((1,), (2,))))
+    late = model.forward(plan(1, LATE)._replace(late_rows=(0,)))
+    after = LATE._replace(start=2, refs=(TokenRef(1, 0),))
+    last = model.forward(
+        plan(2, after)._replace(late_rows=(0,), late_masks=(LateMask(0, b"\x06"),))
+    )
+    assert late.result().rows == (RowOutput((2,)),)
+    model.forward(plan(3)._replace(late_masks=(LateMask(0, b"\x02"),)))
+    assert last.result().rows == (RowOutput((1,)),)
+    assert contexts == [(1,), (1, 3), (1, 3, 2)]
+
+
+def test_a_late_row_without_a_mask_fails_and_so_does_the_row_after_it() -> None:
+    model = small()
+    model.forward(plan(0, prompt_row((1,), (2,))))
+    late = model.forward(plan(1, LATE)._replace(late_rows=(0,)))
+    after = model.forward(plan(2, LATE._replace(start=2, refs=(TokenRef(1, 0),))))
+    assert late.result().rows == (RowOutput(error="the next plan gave no mask for this row"),)
+    assert after.result().rows == (RowOutput(error="its input comes from a row that failed"),)
+
+
+def test_a_late_row_whose_input_failed_fails_whatever_its_mask() -> None:
+    def logits(context: Sequence[int]) -> list[float]:
+        return [nan] * 4 if context == array("i", [1]) else [0.0, 4.0, 5.0, 6.0]
+
+    model = LogitsModel(logits, vocab_size=4, eos_token=0, num_blocks=8, block_size=4)
+    model.forward(plan(0, prompt_row((1,), (2,))))
+    late = model.forward(plan(1, LATE)._replace(late_rows=(0,)))
+    model.forward(plan(2)._replace(late_masks=(LateMask(0, b"\x06"),)))
+    assert late.result().rows == (RowOutput(error="its input comes from a row that failed"),)
+
+
+def test_a_mask_for_a_row_that_is_not_late_is_a_fault_of_the_plan() -> None:
+    model = small()
+    model.forward(plan(0, prompt_row((1,), (2,))))
+    with pytest.raises(AssertionError, match="row 0 is not late"):
+        model.forward(plan(1)._replace(late_masks=(LateMask(0, b"\xff"),)))
 
 
 def test_a_prompt_position_without_finite_logits_is_an_error_of_its_row() -> None:

@@ -89,7 +89,7 @@ NUM_STATES = {
     ("exempt", 1): 394,
     ("exempt", 2): 779,
     ("structure", 1): 1923,
-    ("structure", 2): 2601,
+    ("structure", 2): 2892,
     ("resize", 1): 2802,
     ("resize", 2): 6012,
     ("host", 1): 1547,
@@ -176,12 +176,13 @@ def free_a_block_twice(patch: pytest.MonkeyPatch) -> None:
 def publish_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     plan_rows = Scheduler._plan_rows
 
-    def plan_and_publish(self: Scheduler, blocked: set[int]) -> list[Row]:
-        rows = plan_rows(self, blocked)
+    def plan_and_publish(
+        self: Scheduler, rows: list[Row], late_rows: list[int], blocked: set[int]
+    ) -> None:
+        plan_rows(self, rows, late_rows, blocked)
         for s in self.running.values():
             end = min(s.table.num_tokens, len(s.tokens))
             self.prefix_cache.publish(s, s.num_committed, end)
-        return rows
 
     patch.setattr(Scheduler, "_plan_rows", plan_and_publish)
 
@@ -241,7 +242,7 @@ def admit_while_a_token_is_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 
 def plan_past_a_grammar(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CommitGate, "blocked", lambda self: set())
+    patch.setattr(scheduler_module, "collect_late_masks", lambda plan, sequences: ())
 
 
 def write_to_shared_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -292,7 +293,12 @@ PLANTED: list[tuple[Plant, str, str, tuple[str, ...]]] = [
             *("abort 1", "resize 3", "schedule"),
         ),
     ),
-    (plan_past_a_grammar, "structure", "has a mask", (*FIRST_STEP, "schedule")),
+    (
+        plan_past_a_grammar,
+        "structure",
+        "late_masks",
+        (*FIRST_STEP, "schedule", "commit go", "schedule"),
+    ),
     (
         write_to_shared_blocks,
         "forks",

@@ -2,9 +2,10 @@
 
 Owns the choice of how a plan is run. Its parts: input_batch (the plan as arrays), model_runner
 (the order of a step), cuda_graphs (captured steps), block_moves (moves to and from host memory),
-step (from the device's numbers to outputs).
+late_rows (samples that wait for their masks), step (from the device's numbers to outputs).
 
     forward(plan)                                               result()
+      samples of the plan before that waited for their masks
       wait on the device for the moves of the plan before
       block copies ─ binds ─ one transfer ─ table updates         wait for this step's numbers
         ├─ rows of one token, a graph fits:  one replay           answers of file moves
@@ -30,7 +31,8 @@ from forge.errors import InvalidConfig
 from forge.models.hf.block_moves import Moves
 from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
 from forge.models.hf.runner.input_batch import build_input_batch
-from forge.models.hf.runner.model_runner import ModelRunner, invert_order
+from forge.models.hf.runner.late_rows import LateRows
+from forge.models.hf.runner.model_runner import ModelRunner, StepLogits, invert_order
 from forge.models.hf.runner.verification import draft_only_evidence, execute_and_verify
 from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.speculation.acceptance import AcceptanceEvidence
@@ -50,12 +52,14 @@ class _QueuedStep(NamedTuple):
     """Row order of a queued plan, and its results on their way to the host.
 
     plan_rows   row of the plan for each row of the batch
+    late_rows   rows that the next plan's masks are for, or None
     """
 
     plan_rows: Sequence[int]
     logprobs: Sequence[PendingLogprobs]
     prompt_logprobs: Sequence[PendingLogprobs]
     evidence: AcceptanceEvidence | None
+    late_rows: LateRows | None
 
 
 class HFModel:
@@ -87,6 +91,7 @@ class HFModel:
         self._moves = moves
         self._batch_rows: list[int] = []
         self._last_step: HFStep | None = None
+        self._late_rows: LateRows | None = None
         if draft is not None:
             _refuse_mismatched_draft(self, draft)
         self._draft = draft
@@ -120,6 +125,10 @@ class HFModel:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> HFStep:
         """Queue the draft model's plans, then this plan. Return without waiting for the device."""
+        late_rows, self._late_rows = self._late_rows, None
+        assert late_rows is not None or not plan.late_masks, f"plan {plan.step} has masks of no row"
+        if late_rows is not None:
+            late_rows.sample(plan.late_masks)
         self._runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
         moves, file_answers = self._moves, no_answers
         if moves is not None:
@@ -135,9 +144,21 @@ class HFModel:
         queued = self._queue_plan(plan, draft_tokens)
         if queued.plan_rows:
             previous = self._last_step if any(row.refs for row in plan.rows) else None
-            wait_for_tokens = self._runner.output_buffer.copy_to_host(len(queued.plan_rows))
+            self._late_rows = late_rows = queued.late_rows
+            if late_rows is None:
+                logprobs = queued.logprobs
+                wait_for_tokens = self._runner.output_buffer.copy_to_host(len(queued.plan_rows))
+            else:
+                logprobs, wait_for_tokens = late_rows.logprobs, late_rows.wait_for_tokens
             step = HFStep(
-                plan, queued.plan_rows, previous, wait_for_tokens, *queued[1:], file_answers
+                plan,
+                queued.plan_rows,
+                previous,
+                wait_for_tokens,
+                logprobs,
+                queued.prompt_logprobs,
+                queued.evidence,
+                file_answers,
             )
             self._last_step = step
         else:
@@ -191,26 +212,36 @@ class HFModel:
             else None
         )
         if not batch.plan_rows:
-            return _QueuedStep((), (), (), evidence)
+            return _QueuedStep((), (), (), evidence, None)
         runner.draft_distributions = []
         for row in plan.rows:
             if row.bind is not None:
                 sampler.bind(row.slot, row.bind)
         sampler.flush_slots()
         rows = [plan.rows[index] for index in batch.plan_rows]
+        late_rows = frozenset(self._batch_rows[index] for index in plan.late_rows)
+        logprobs: Sequence[PendingLogprobs]
+        prompt_logprobs: Sequence[PendingLogprobs]
         if batch.rows_with_drafts:
-            return _QueuedStep(
-                batch.plan_rows,
-                *execute_and_verify(runner, batch, rows, self._mixed_graphs, draft_tokens),
+            logprobs, prompt_logprobs, step_logits, evidence = execute_and_verify(
+                runner, batch, rows, self._mixed_graphs, draft_tokens, late_rows
             )
-        if self._decode_graphs is not None and self._decode_graphs.can_replay(batch, rows):
+        elif self._decode_graphs is not None and self._decode_graphs.can_replay(batch, rows):
             ids, logits = self._decode_graphs.replay(batch)
             runner.update_penalties(rows, ids)
-            logprobs = runner.finish_sampling(logits, range(len(rows)), rows)
-            return _QueuedStep(batch.plan_rows, logprobs, (), evidence)
-        return _QueuedStep(
-            batch.plan_rows, *runner.execute_model(batch, rows, self._mixed_graphs), evidence
-        )
+            step_logits = StepLogits(logits, range(len(rows)))
+            logprobs = runner.finish_sampling(*step_logits, rows, late_rows)
+            prompt_logprobs = ()
+        else:
+            logprobs, prompt_logprobs, step_logits = runner.execute_model(
+                batch, rows, self._mixed_graphs, late_rows
+            )
+        waiting = None
+        if late_rows:
+            waiting = LateRows(
+                runner, rows, self._batch_rows, plan.late_rows, step_logits, logprobs
+            )
+        return _QueuedStep(batch.plan_rows, logprobs, prompt_logprobs, evidence, waiting)
 
 
 def _refuse_mismatched_draft(target: HFModel, draft: HFModel) -> None:

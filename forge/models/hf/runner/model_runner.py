@@ -13,7 +13,7 @@ tensors whose address is fixed, and the host reads nothing from the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -66,6 +66,25 @@ class ForwardOutput(NamedTuple):
     slots: torch.Tensor
     ends: torch.Tensor
     extra_arrays: Sequence[torch.Tensor]
+
+
+class StepLogits(NamedTuple):
+    """Logits of a batch, valid until the next batch is queued.
+
+    logits       [n, V]
+    batch_rows   [n] row of the batch that each of them belongs to
+    """
+
+    logits: torch.Tensor
+    batch_rows: Sequence[int]
+
+
+class ExecutedBatch(NamedTuple):
+    """Results of a batch without drafts, on their way to the host, and its logits."""
+
+    logprobs: list[PendingLogprobs]
+    prompt_logprobs: list[PendingLogprobs]
+    step_logits: StepLogits
 
 
 class ForwardGraphs(Protocol):
@@ -216,14 +235,18 @@ class ModelRunner:
         return input_ids, self.decoder.forward(input_ids, positions, context, logits_indices)
 
     def execute_model(
-        self, batch: InputBatch, rows: Sequence[Row], graphs: ForwardGraphs | None
-    ) -> tuple[list[PendingLogprobs], list[PendingLogprobs]]:
+        self,
+        batch: InputBatch,
+        rows: Sequence[Row],
+        graphs: ForwardGraphs | None,
+        late_rows: Collection[int] = (),
+    ) -> ExecutedBatch:
         """Run a batch of rows of any length without drafts, and sample.
 
-        rows     rows of the plan, in the order of the batch
-        graphs   captured graphs, or None to run without
-        Counts the inputs for penalties before it samples. Return the log probabilities of sampled
-        tokens and those of prompts, on their way to the host. Tokens and status of each row are in
+        rows        rows of the plan, in the order of the batch
+        graphs      captured graphs, or None to run without
+        late_rows   rows of the batch that are sampled later: see late_rows.py
+        Counts the inputs for penalties before it samples. Tokens and status of each row are in
         `output_buffer`.
         """
         prompt_logprob_rows = self.find_prompt_logprob_rows(batch, rows)
@@ -234,7 +257,10 @@ class ModelRunner:
         ids, hidden, slots, ends, _ = self.forward_batch(batch, rows, graphs, logits_indices)
         self.update_penalties(rows, ids)
         prompt_logprobs = self.compute_prompt_logprobs(prompt_logprob_rows, hidden[len(rows) :])
-        return self._sample_last_tokens(rows, hidden[: len(rows)], slots, ends), prompt_logprobs
+        logprobs, step_logits = self._sample_last_tokens(
+            rows, hidden[: len(rows)], slots, ends, late_rows
+        )
+        return ExecutedBatch(logprobs, prompt_logprobs, step_logits)
 
     def forward_batch(
         self,
@@ -302,8 +328,13 @@ class ModelRunner:
         return ForwardOutput(ids, hidden, slots, device_ends, uploaded[8:])
 
     def _sample_last_tokens(
-        self, rows: Sequence[Row], hidden: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
-    ) -> list[PendingLogprobs]:
+        self,
+        rows: Sequence[Row],
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        ends: torch.Tensor,
+        late_rows: Collection[int],
+    ) -> tuple[list[PendingLogprobs], StepLogits]:
         """Sample a token for each row that samples, and set every row's status.
 
         hidden        [R, hidden_size] after each row's last token. A NaN in a key or value that
@@ -311,13 +342,14 @@ class ModelRunner:
                       its blocks are not cached
         slots, ends   [R] int32
         `Sampler.sample_slots` samples all of these rows, then `finish_sampling` does the rest.
-        Return the log probabilities of the sampled tokens, where requests return them.
+        Return the log probabilities of the sampled tokens, where requests return them, and the
+        logits of all rows that sample.
         """
         num_rows = len(rows)
         self.reset_outputs(hidden)
         sampling_rows = [index for index, row in enumerate(rows) if row.num_samples]
         if not sampling_rows:
-            return []
+            return [], StepLogits(hidden[:0], ())
         if len(sampling_rows) < num_rows:
             index = self.to_device(sampling_rows)
             hidden, slots, ends = hidden[index], slots[index], ends[index]
@@ -328,7 +360,8 @@ class ModelRunner:
             self.output_buffer.sampled[:, index] = sampled
         else:
             self.output_buffer.sampled[:, :num_rows] = sampled
-        return self.finish_sampling(logits, sampling_rows, rows)
+        logprobs = self.finish_sampling(logits, sampling_rows, rows, late_rows)
+        return logprobs, StepLogits(logits, sampling_rows)
 
     def reset_outputs(self, hidden: torch.Tensor) -> None:
         """Clear `output_buffer` and set each row's status from its hidden state.
@@ -353,13 +386,18 @@ class ModelRunner:
             sampler.update_penalties(rows, input_ids)
 
     def finish_sampling(
-        self, logits: torch.Tensor, logits_batch_rows: Sequence[int], rows: Sequence[Row]
+        self,
+        logits: torch.Tensor,
+        logits_batch_rows: Sequence[int],
+        rows: Sequence[Row],
+        late_rows: Collection[int] = (),
     ) -> list[PendingLogprobs]:
         """Sample the rows whose logits are adjusted, and compute log probabilities.
 
         logits              [n, V]
         logits_batch_rows   [n] row of the batch for each row of the logits
         rows                rows of the plan, in the order of the batch
+        late_rows           rows of the batch that are left out: `finish_rows` samples them later
         Call it after `Sampler.sample_slots`: tokens and status of adjusted rows in `output_buffer`
         are overwritten, and the distributions of drafts are appended to `draft_distributions`. Rows
         with num_samples 0 are skipped. Return the log probabilities of the sampled tokens, where
@@ -372,8 +410,21 @@ class ModelRunner:
         sampling_rows = [
             (i, batch_row)
             for i, batch_row in enumerate(logits_batch_rows)
-            if rows[batch_row].num_samples
+            if rows[batch_row].num_samples and batch_row not in late_rows
         ]
+        return self.finish_rows(logits, sampling_rows, rows)
+
+    def finish_rows(
+        self,
+        logits: torch.Tensor,
+        sampling_rows: Sequence[tuple[int, int]],
+        rows: Sequence[Row],
+    ) -> list[PendingLogprobs]:
+        """Do the work of `finish_sampling` for these rows, each with one sample.
+
+        sampling_rows   row of the logits and row of the batch of each
+        """
+        sampler = self.sampler
         adjusted = [each for each in sampling_rows if sampler.is_adjusted(rows[each[1]])]
         if adjusted:
             self._sample_adjusted(logits, adjusted, rows)

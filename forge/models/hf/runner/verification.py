@@ -16,19 +16,29 @@ Speculative decoding: Leviathan et al. 2023.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from forge.models.hf.buffers import HostCopy, Int32Array
 from forge.models.hf.runner.input_batch import InputBatch
-from forge.models.hf.runner.model_runner import ForwardGraphs, ModelRunner
+from forge.models.hf.runner.model_runner import ForwardGraphs, ModelRunner, StepLogits
 from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.speculation.acceptance import NO_LOGITS_ROWS, AcceptanceEvidence, LogitsRows
 from forge.models.hf.speculation.drafts import DraftTokens
 from forge.models.hf.speculation.rejection import NUM_FIELDS, compute_rejection_inputs
 from forge.seam import Bind, Row
+
+
+class VerifiedBatch(NamedTuple):
+    """Results of a batch with drafts, on their way to the host, and its logits."""
+
+    logprobs: list[PendingLogprobs]
+    prompt_logprobs: list[PendingLogprobs]
+    step_logits: StepLogits
+    evidence: AcceptanceEvidence
 
 
 def build_logits_rows(
@@ -101,14 +111,15 @@ def execute_and_verify(
     rows: Sequence[Row],
     graphs: ForwardGraphs | None,
     draft_tokens: DraftTokens,
-) -> tuple[list[PendingLogprobs], list[PendingLogprobs], AcceptanceEvidence]:
+    late_rows: Collection[int] = (),
+) -> VerifiedBatch:
     """Run rows of any length, some with drafts, and queue what the host needs to accept drafts.
 
     rows           rows of the plan, in the order of the batch
     graphs         captured graphs, or None to run without
     draft_tokens   drafts of the draft model, on the device
+    late_rows      rows of the batch that are sampled later: see late_rows.py
 
-    Return the log probabilities of sampled tokens, those of prompts, and the acceptance evidence.
     Tokens and status of rows without drafts are in `runner.output_buffer`.
     """
     sampler, num_rows = runner.sampler, len(rows)
@@ -143,7 +154,7 @@ def execute_and_verify(
         if sampler.adjusted_slots or sampler.logprob_slots or logits_rows.rejection_drafts
         else []
     )
-    _sample_adjusted(runner, logits, logits_rows, single_rows, sampled)
+    _sample_adjusted(runner, logits, logits_rows, single_rows, sampled, late_rows)
     evidence[:, :2] = sampled.t()
     logprobs: list[PendingLogprobs] = []
     if single_rows:
@@ -160,7 +171,7 @@ def execute_and_verify(
             draft_tokens,
             evidence,
         )
-        logprobs = _compute_logprobs(runner, logits, logits_rows, next_tokens, evidence)
+        logprobs = _compute_logprobs(runner, logits, logits_rows, next_tokens, evidence, late_rows)
     runner.reset_outputs(output.hidden[:num_rows])
     if logits_rows.num_undrafted:
         runner.output_buffer.sampled[
@@ -172,9 +183,10 @@ def execute_and_verify(
             draft_tokens.host_part.reshape(-1).double(),
         )
     )
-    return (
+    return VerifiedBatch(
         logprobs,
         prompt_logprobs,
+        StepLogits(logits, logits_rows.batch_rows),
         AcceptanceEvidence(
             logits_rows, binds, draft_tokens.without_distributions(), HostCopy(host_numbers)
         ),
@@ -197,8 +209,9 @@ def _sample_adjusted(
     logits_rows: LogitsRows,
     single_rows: Sequence[Row],
     sampled: torch.Tensor,
+    late_rows: Collection[int],
 ) -> None:
-    """Sample again where the logits are adjusted.
+    """Sample again where the logits are adjusted, except for late rows.
 
     logits        [L, V]
     single_rows   row of one token for each logits row
@@ -213,7 +226,9 @@ def _sample_adjusted(
     adjusted = [
         logits_row
         for logits_row, row in enumerate(single_rows)
-        if logits_row not in logits_rows.rejection_drafts and sampler.is_adjusted(row)
+        if logits_row not in logits_rows.rejection_drafts
+        and logits_rows.batch_rows[logits_row] not in late_rows
+        and sampler.is_adjusted(row)
     ]
     if adjusted:
         output = sampler.sample(logits, [single_rows[i] for i in adjusted], adjusted)
@@ -226,6 +241,7 @@ def _compute_logprobs(
     logits_rows: LogitsRows,
     next_tokens: torch.Tensor,
     evidence: torch.Tensor,
+    late_rows: Collection[int],
 ) -> list[PendingLogprobs]:
     """Compute the log probability of each sampled token whose request returns them.
 
@@ -241,7 +257,7 @@ def _compute_logprobs(
     requests: list[tuple[int, int]] = []
     for logits_row, slot in enumerate(logits_rows.slots.tolist()):
         count = runner.sampler.slot_bind(slot).params.logprobs
-        if count is not None:
+        if count is not None and logits_rows.batch_rows[logits_row] not in late_rows:
             requests += [(logits_row, count)] * (1 + (logits_row in logits_rows.rejection_drafts))
     if not requests:
         return []

@@ -20,12 +20,15 @@ STATUS_NOTHING_ALLOWED = 3
 """Every token of `allowed_token_ids` has a logit of -inf."""
 STATUS_NEGATIVE_INF = 4
 """Every logit is -inf."""
+STATUS_NO_MASK = 5
+"""The next plan gave no mask for this late row: its sequence has ended."""
 
 _ERROR_TEXTS = {
     STATUS_NAN: "the model's logits are not finite: NaN",
     STATUS_POSITIVE_INF: "the model's logits are not finite: their maximum is inf",
     STATUS_NEGATIVE_INF: "the model's logits are not finite: their maximum is -inf",
     STATUS_NOTHING_ALLOWED: sampling.NO_ALLOWED_TOKEN,
+    STATUS_NO_MASK: "the next plan gave no mask for this row",
 }
 
 
