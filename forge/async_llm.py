@@ -40,6 +40,7 @@ from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
 from forge.errors import EngineClosed, EngineDead, ForgeError
 from forge.llm import DEFAULT_PARAMS, Options, Prompt, RequestFields, tokenize
+from forge.load_report import LoadReport
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
@@ -162,6 +163,7 @@ class AsyncLLM:
         self._num_steps, self._last_progress_s = 0, time.monotonic()
         self._has_work = False  # by the engine's latest report; readers that have left count too
         self._waits_for_session = False  # by the same: it has work, and nothing to do until then
+        self._oldest_post_s: float | None = None  # by the same
         self._host = host_type(model, policy, options, self._on_report, self._on_engine_end)
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
 
@@ -169,6 +171,23 @@ class AsyncLLM:
     def status(self) -> EngineStatus:
         """Return the engine's status in its latest report."""
         return self._host.status
+
+    @property
+    def load(self) -> LoadReport:
+        """Return the engine's load by its latest report, and the longest wait until now."""
+        status, oldest_s = self.status, self._oldest_post_s
+        return LoadReport(
+            status.num_running,
+            status.num_waiting,
+            status.num_blocks - status.num_used_blocks,
+            status.num_blocks,
+            0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s),
+        )
+
+    @property
+    def num_open_requests(self) -> int:
+        """Return how many requests have not ended, those included that no step has seen."""
+        return len(self._mailboxes)
 
     @property
     def stalled_s(self) -> float:
@@ -382,6 +401,7 @@ class AsyncLLM:
             self._num_steps, self._last_progress_s = status.num_steps, time.monotonic()
         self._has_work = status.has_work
         self._waits_for_session = status.has_work and not status.can_step
+        self._oldest_post_s = report.oldest_post_s
         for observer in self._observers:  # first, so that a reader finds its deltas counted
             observer.on_step(report)
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Delta]]] = {}

@@ -179,7 +179,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.num_steps = 0
-        self._kv_event_sink = kv_events
+        self.kv_event_sink = kv_events
         self._kv_event_log = None if kv_events is None else KVEventLog(config.block_size)
         self.scheduler = Scheduler(
             config,
@@ -414,10 +414,10 @@ class Engine:
         return result
 
     def _deliver_kv_events(self) -> None:
-        if self._kv_event_log is not None and self._kv_event_sink is not None:
+        if self._kv_event_log is not None and self.kv_event_sink is not None:
             events = self._kv_event_log.take()
             if events:
-                self._kv_event_sink(events)
+                self.kv_event_sink(events)
 
     def _create_stop_checker(self, params: SamplingParams) -> StopChecker | None:
         if not params.stop or self.tokenizer is None:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Self, TypeAlias
 from forge.engine import Engine
 from forge.errors import ForgeError, InvalidConfig
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
+from forge.kv_publisher import KVEventCounts, KVEventPublisher
 from forge.request import Delta, Request, Structure
 from forge.session_timers import SessionTimers
 from forge.sessions import SessionKey
@@ -115,6 +116,7 @@ class EngineStatus(NamedTuple):
     num_draft_tokens      draft tokens that the model has verified
     num_accepted_tokens   draft tokens that it accepted
     tiers                 figures of host memory and files; None where there are none
+    kv_events             batches of published KV events; None where none are published
     """
 
     num_steps: int
@@ -136,11 +138,12 @@ class EngineStatus(NamedTuple):
     num_draft_tokens: int
     num_accepted_tokens: int
     tiers: TierStatus | None
+    kv_events: KVEventCounts | None
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
         """Return the engine's figures. Read during a step, they may mix two steps."""
-        scheduler = engine.scheduler
+        scheduler, sink = engine.scheduler, engine.kv_event_sink
         pool = scheduler.pool
         return cls(
             engine.num_steps,
@@ -162,6 +165,7 @@ class EngineStatus(NamedTuple):
             scheduler.num_draft_tokens,
             scheduler.num_accepted_tokens,
             TierStatus.from_scheduler(scheduler),
+            sink.counts if isinstance(sink, KVEventPublisher) else None,
         )
 
 
@@ -174,6 +178,8 @@ class StepReport(NamedTuple):
     reset_tickets   tickets of the resets carried out
     ended_sessions  (ticket, whether the session was open) of each EndSession carried out
     resizes         (ticket, None or why it was refused) of each Resize
+    oldest_post_s   time of `post`, on time.monotonic(), of the request that has waited longest for
+                    its first step; None where none waits
     """
 
     deltas: Sequence[Delta]
@@ -184,6 +190,7 @@ class StepReport(NamedTuple):
     reset_tickets: Sequence[int]
     ended_sessions: Sequence[tuple[int, bool]]
     resizes: Sequence[tuple[int, ForgeError | None]]
+    oldest_post_s: float | None
 
 
 class _CommandResults(NamedTuple):
@@ -304,6 +311,7 @@ class EngineLoop:
                     results.reset_tickets,
                     results.ended_sessions,
                     results.resizes,
+                    self._oldest_post_s(),
                 )
             )
 
@@ -390,6 +398,11 @@ class EngineLoop:
         if structure is None or submission.grammar is None:
             return False
         return self._engine.grammar_backend.compiled_grammar(structure) is None
+
+    def _oldest_post_s(self) -> float | None:
+        """Return when the request was posted that has waited longest for its first step."""
+        with self._condition:  # the dict is in order of time
+            return next(iter(self._post_times_s.values()), None)
 
     def _queue_times(self, request_ids: Sequence[int], now_s: float) -> list[float]:
         """Return how long each request that is served for the first time has waited, in seconds."""

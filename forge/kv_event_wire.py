@@ -17,7 +17,7 @@ Source: vllm/distributed/kv_events.py, and vLLM's pull request 42892 for the cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from forge.errors import InvalidConfig
@@ -63,20 +63,32 @@ def positional_batch(events: Sequence[KVEvent], time_s: float, rank: int = 0) ->
 
 def encode_batch(batch: Sequence[Any]) -> bytes:
     """Return a batch as msgpack. Raises InvalidConfig where msgspec is not installed."""
+    return batch_encoder()(batch)
+
+
+def batch_encoder() -> Callable[[Sequence[Any]], bytes]:
+    """Return the function that encodes batches as msgpack.
+
+    Raises InvalidConfig where msgspec is not installed.
+    """
     try:
         from msgspec import msgpack
     except ImportError:
         raise InvalidConfig(
-            "kv_events", "the package msgspec is not installed", "pip install msgspec"
+            "kv_events",
+            "the package msgspec is not installed",
+            "pip install msgspec",
         ) from None
-    encoded: bytes = msgpack.encode(batch)
-    return encoded
+    encode: Callable[[Sequence[Any]], bytes] = msgpack.Encoder().encode
+    return encode
 
 
-def message(sequence_number: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
+def message(
+    sequence_number: int, payload: bytes, topic: bytes = TOPIC
+) -> tuple[bytes, bytes, bytes]:
     """Return the parts of a message: topic, number and batch."""
     assert 0 <= sequence_number <= MAX_SEQUENCE_NUMBER, f"{sequence_number=}"
-    return TOPIC, sequence_number.to_bytes(8, "big"), payload
+    return topic, sequence_number.to_bytes(8, "big"), payload
 
 
 def _named_event(event: KVEvent) -> dict[str, Any]:

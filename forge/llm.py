@@ -15,12 +15,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
-from typing import Self, TypedDict, Unpack, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, InvalidRequest
+from forge.kv_event_options import KVEventOptions
+from forge.kv_publisher import KVEventPublisher
 from forge.models.loaded_model import LoadedModel
 from forge.models.loader import load_model
 from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, TextDelta
@@ -38,12 +40,16 @@ Prompt = str | list[int]
 
 DEFAULT_PARAMS = SamplingParams()
 
+KV_EVENT_OPTION_NAMES = tuple(each.name for each in fields(KVEventOptions))
+OPTIONS_OF_NO_MODEL = ("record", *KV_EVENT_OPTION_NAMES)
+"""Options that a loader of models does not take."""
+
 
 class Options(TypedDict, total=False):
     """Keyword arguments of LLM and AsyncLLM, named as the flags of `forge serve`.
 
     An option that is not given has the model's default. The fields of EngineConfig come first, then
-    those of DeviceOptions and TierOptions, then those of speculative decoding:
+    those of DeviceOptions, TierOptions and KVEventOptions, then those of speculative decoding:
 
     draft_model              name of the model that proposes tokens; --speculative-model
     num_speculative_tokens   most proposed tokens in a step, 1 to 16; default 4
@@ -76,6 +82,10 @@ class Options(TypedDict, total=False):
     kv_disk_gib: float
     kv_load_rule: str
     check_kv: bool
+    kv_events: str
+    kv_events_replay: str
+    kv_events_topic: str
+    kv_events_public: bool
     draft_model: str
     num_speculative_tokens: int
     speculative_method: str
@@ -148,18 +158,39 @@ def open_engine_and_model(
     if unknown:
         known = ", ".join(Options.__annotations__)
         raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
-    load_options = {name: value for name, value in options.items() if name != "record"}
+    publisher = _open_publisher(options, exit_stack)
+    load_options = {n: value for n, value in options.items() if n not in OPTIONS_OF_NO_MODEL}
     loaded = _add_engine_overhead(exit_stack.enter_context(load_model(model, load_options, start)))
     recorder, path = None, options.get("record")
     if path is not None:
         policy_name = policy if isinstance(policy, str) else "a policy of its own"
         recorder = _open_recording(path, policy_name, loaded, exit_stack)
     engine = Engine(
-        loaded.model, loaded.config, loaded.tokenizer, scheduling_policy, recorder=recorder
+        loaded.model,
+        loaded.config,
+        loaded.tokenizer,
+        scheduling_policy,
+        recorder=recorder,
+        kv_events=publisher,
     )
     if loaded.disk_keys:
         engine.add_disk_keys(loaded.disk_keys)
     return engine, loaded
+
+
+def _open_publisher(options: Options, exit_stack: ExitStack) -> KVEventPublisher | None:
+    """Open the publisher of KV events that the options name, until `exit_stack` closes.
+
+    Raises InvalidConfig.
+    """
+    event_options = {n: value for n, value in options.items() if n in KV_EVENT_OPTION_NAMES}
+    settings = KVEventOptions(**cast(Any, event_options))
+    settings.check_prefix_caching(options.get("enable_prefix_caching", True))
+    if settings.kv_events is None:
+        return None
+    publisher = KVEventPublisher(settings)
+    exit_stack.callback(publisher.close)
+    return publisher
 
 
 def _add_engine_overhead(loaded: LoadedModel) -> LoadedModel:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from forge import __version__
 from forge.async_llm import AsyncLLM
-from forge.cli.options import RECORD_OPTION, SAMPLING_OPTIONS
+from forge.cli.options import KV_EVENT_OPTIONS, RECORD_OPTION, SAMPLING_OPTIONS
 from forge.cli.settings import Settings, parse_value
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig, RequestFailed
@@ -175,8 +175,9 @@ def info(args: argparse.Namespace, settings: Settings) -> int:
     untested_versions = ", ".join(map(str, find_untested()))
     host, port = settings.values["host"], settings.values["port"]
     api_keys = settings.values["api_key"] or ()
-    # A server may be recording to this file now.
-    settings = settings._replace(explicit=settings.explicit - {RECORD_OPTION.name})
+    # A server may be recording to this file now, and publish on this address.
+    unused_names = {each.name for each in (RECORD_OPTION, *KV_EVENT_OPTIONS)}
+    settings = settings._replace(explicit=settings.explicit - unused_names)
     # Refuses the same limits as a server would.
     raise_file_limit(settings.limits.max_connections)
     with settings.open_llm(LLM) as llm:

@@ -2,8 +2,8 @@
 
 Owns the table. Flags, environment variables, keys of a file and the tables of docs/Command-line.md
 derive from it. Name, type, default and help of an engine's options are those of EngineConfig,
-DeviceOptions, TierOptions, Limits and SamplingParams. The geometry of the cache has the model's
-defaults, not those of EngineConfig, so an option that is not given is not passed on.
+DeviceOptions, TierOptions, KVEventOptions, Limits and SamplingParams. The geometry of the cache has
+the model's defaults, not those of EngineConfig, so an option that is not given is not passed on.
 
     EngineConfig.max_num_seqs: int = 256     its docstring's line is the help
         ──► Option ──► --max-num-seqs   FORGE_MAX_NUM_SEQS   max_num_seqs: 8
@@ -18,6 +18,7 @@ from dataclasses import fields
 from typing import NamedTuple, cast, get_type_hints
 
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig
+from forge.kv_event_options import KVEventOptions
 from forge.limits import Limits
 from forge.llm import Options
 from forge.policies import policy_names
@@ -142,6 +143,13 @@ TIER_OPTIONS = tuple(
     for each in options_from_dataclass(TierOptions, [each.name for each in fields(TierOptions)])
 )
 
+KV_EVENT_OPTIONS = tuple(
+    each._replace(metavar="ADDRESS") if each.name in ("kv_events", "kv_events_replay") else each
+    for each in options_from_dataclass(
+        KVEventOptions, [each.name for each in fields(KVEventOptions)]
+    )
+)
+
 SPECULATIVE_OPTIONS = (
     define_option(
         "draft_model",
@@ -190,6 +198,7 @@ ENGINE_OPTIONS = (
     ),
     *(each._replace(metavar="NAME") if each.value_type is str else each for each in DEVICE_OPTIONS),
     *TIER_OPTIONS,
+    *KV_EVENT_OPTIONS,
     *SPECULATIVE_OPTIONS,
     RECORD_OPTION,
 )

@@ -199,6 +199,16 @@ METRICS = (
         lambda f: f.tiers.num_host_evictions,
         "host_cache_evictions_total",
     ),
+    MetricSpec(
+        "Steps with changes of the prefix cache for subscribers: published, or dropped where the "
+        "queue was full",
+        CounterMetricFamily,
+        lambda f: {
+            "published": f.kv_events.num_published,
+            "dropped": f.kv_events.num_dropped,
+        },
+        MetricName("kv_event_batches_total", "outcome"),
+    ),
     _gauge("Sessions that have not ended", lambda s: s.num_sessions, "sessions_open"),
     _gauge(
         "Of those, sessions without an open request",

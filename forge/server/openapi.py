@@ -51,6 +51,7 @@ SUMMARIES = {
     "/health": "The status of /healthz, without a body",
     "/ping": "The status of /healthz, without a body",
     "/version": "Version of the server",
+    "/load": "What the engine has to do, for routers and autoscalers",
     "/reset_prefix_cache": "Drop all cached prefixes, so that no later request shares them",
     "/resize_kv_cache": "Change the blocks of the cache and of the host pool",
     "/tokenize": "Token ids of a prompt",
@@ -201,6 +202,14 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
     "/livez": _object(status={"const": "ok"}, steps=_COUNT),
     "/readyz": _object(status={"const": "ok"}),
     "/version": _object(version=_STRING),
+    "/load": _object(
+        server_load=_COUNT,
+        running=_COUNT,
+        waiting=_COUNT,
+        kv_blocks_total=_COUNT,
+        kv_blocks_free=_COUNT,
+        queue_s={"type": "number", "minimum": 0},
+    ),
     "/tokenize": _object(tokens=_IDS, count=_COUNT, max_model_len=_COUNT),
     "/detokenize": _object(prompt=_STRING),
     "/tokenizer_info": _object(

@@ -7,6 +7,7 @@ Owns the meaning of each probe. Knows no key: the middleware decides which route
     /readyz    the server accepts requests              ─► 200
                it shuts down, or the engine has ended   ─► 503: use another server
     /health    the engine has not ended                 ─► 200, as /healthz, without a body
+    /load      what the engine has to do, for routers and autoscalers
 
 A probe needs nothing of the engine, so it is answered during a step. Liveness is progress: the
 number of steps shows it, not a flag.
@@ -61,6 +62,7 @@ class OperationsEndpoints:
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
+            Route("/load", self.load, methods=["GET"]),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
             Route("/resize_kv_cache", self.resize_kv_cache, methods=["POST"]),
         ]
@@ -92,6 +94,21 @@ class OperationsEndpoints:
     async def version(self, request: Request) -> Response:
         """GET /version."""
         return JSONResponse({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """GET /load."""
+        self._check_engine()
+        load = self._llm.load
+        return JSONResponse(
+            {
+                "server_load": self._llm.num_open_requests,
+                "running": load.num_running,
+                "waiting": load.num_waiting,
+                "kv_blocks_total": load.num_blocks,
+                "kv_blocks_free": load.num_free_blocks,
+                "queue_s": round(load.queue_s, 6),
+            }
+        )
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """POST /reset_prefix_cache. The response follows the reset."""

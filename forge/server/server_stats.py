@@ -20,6 +20,7 @@ from math import inf, isinf
 
 from forge.async_llm import AsyncLLM
 from forge.engine_loop import EngineStatus, StepReport
+from forge.kv_publisher import NO_KV_EVENTS, KVEventCounts
 from forge.outputs import TextDelta
 from forge.request import FinishReason, Request
 from forge.tier_status import NO_TIERS, TierStatus
@@ -86,6 +87,11 @@ class ServerStats:
     def tiers(self) -> TierStatus:
         """Return the figures of host memory and files: all 0 where there are none."""
         return self.status.tiers or NO_TIERS
+
+    @property
+    def kv_events(self) -> KVEventCounts:
+        """Return the batches of published KV events: 0 where none are published."""
+        return self.status.kv_events or NO_KV_EVENTS
 
     def tokens_by_source(self) -> dict[str, int]:
         """Return the tokens of sequences when they were first admitted, by where they were."""

@@ -43,6 +43,7 @@ from forge.config import (
     Speculation,
 )
 from forge.errors import InvalidRequest
+from forge.kv_event_options import KVEventOptions
 from forge.llm import LLM, Options
 from forge.models.loader import SPECULATION_OPTIONS
 from forge.request import SamplingParams
@@ -631,7 +632,8 @@ def test_the_geometry_has_no_default_but_the_models() -> None:
     spoken = ["num_speculative_tokens", "speculative_method", "acceptance"]
     assert unset == [*MAX_GEOMETRY, "depth", "max_step_ms", *spoken]
     defaults = asdict(EngineConfig()) | asdict(DeviceOptions())
-    defaults |= asdict(TierOptions()) | {"draft_model": None, "record": None}
+    defaults |= asdict(TierOptions()) | asdict(KVEventOptions())
+    defaults |= {"draft_model": None, "record": None}
     for each in ENGINE_OPTIONS:
         assert each.default == (None if each.default_text else defaults[each.name])
     speculation = asdict(Speculation())

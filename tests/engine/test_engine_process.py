@@ -31,6 +31,7 @@ from forge.errors import (
     OutOfBlocks,
     UnknownSequence,
 )
+from forge.kv_publisher import KVEventCounts
 from forge.policy import FCFS
 from forge.request import (
     CachedTokens,
@@ -309,8 +310,8 @@ SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
 def test_a_delta_is_the_same_after_a_pipe(fields: dict[str, Any]) -> None:
     delta = Delta(2**40, 1, **fields)
     tiers = TierStatus(*range(20, 35))
-    status = EngineStatus(*range(1, 6), True, False, *range(6, 17), tiers)
-    figures = ([1.5, 2.5], [11], [(12, True)], [(13, None)])
+    status = EngineStatus(*range(1, 6), True, False, *range(6, 17), tiers, KVEventCounts(3, 1))
+    figures = ([1.5, 2.5], [11], [(12, True)], [(13, None)], 12.5)
     report = StepReport([delta], [(8, "taken")], status, 0.5, *figures)
     again = _unpack_report(*pickle.loads(pickle.dumps(_pack_report(report))))
     assert again == report

@@ -48,6 +48,7 @@ LLM_AND_BELOW = (
     ENGINE_AND_BELOW
     | HOSTS
     | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
+    | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
     | {"models.*", "llm", "async_llm"}
 )
 
@@ -103,22 +104,25 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "outputs": {"request", "tokenizer"},
     "progress": {"outputs"},
     "kv_event_wire": {"errors", "kv_events"},
+    "kv_event_options": {"errors"},
+    "kv_publisher": {"errors", "kv_event_options", "kv_event_wire", "kv_events"},
     "load_report": {"scheduler"},
     "routing.*": {"blocks", "errors", "kv_events", "routing.*"},
     "llm": ENGINE_AND_BELOW
+    | {"kv_event_options", "kv_publisher"}
     | {"models.*", "outputs", "overhead", "progress"}
     | {"start_log", "version"},
     "session_timers": {"sessions"},
     "tier_status": {"scheduler"},
     "engine_loop": {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
-        "tier_status",
+        *("kv_publisher", "tier_status"),
     },
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
     | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"},
     "log": set(),
-    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "outputs"},
+    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},
     "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
     "cli.*": LLM_AND_BELOW | {"__init__", "cli.*", "limits", "requirements", "server.*"},
     "cli.main": LLM_AND_BELOW | {"__init__", "bench.*", "cli.*", "sim.*"},
@@ -137,6 +141,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
     },
     "kv_event_wire": {"msgspec"},
+    "kv_publisher": {"zmq"},
     "progress": {"tqdm"},
     "structured_output": {"llguidance"},
     "grammar_sandbox": {"llguidance"},
@@ -168,6 +173,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "models.loader": {"models.hf.*"},
     "engine": {"structured_output"},
     "kv_event_wire": {"msgspec"},
+    "kv_publisher": {"zmq"},
     "progress": {"tqdm"},
 }
 

@@ -51,6 +51,7 @@ REQUESTS: list[tuple[str, dict[str, Any] | None]] = [
     ("/livez", None),
     ("/readyz", None),
     ("/version", None),
+    ("/load", None),
     ("/tokenizer_info", None),
     ("/openapi.json", None),
 ]
