@@ -16,7 +16,7 @@ Always true: each open request is on one replica. One that is not active gets no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
 from forge.blocks import BlockHash
@@ -173,24 +173,29 @@ class ReplicaTable:
         num_tokens: int,
         tenant: str = "",
         session_id: str = "",
+        candidate_ids: Container[int] | None = None,
     ) -> Decision | None:
         """Choose a replica for a request, or return None where none accepts requests.
 
-        hashes       of the full blocks of its prompt that can be shared
-        num_tokens   of its prompt
+        hashes          of the full blocks of its prompt that can be shared
+        num_tokens      of its prompt
+        candidate_ids   replicas among which it is chosen; left out: all
         """
         assert request_id not in self._requests, f"request {request_id} is routed already"
-        if not self._loads:
+        replica_ids = tuple(
+            each for each in self._loads if candidate_ids is None or each in candidate_ids
+        )
+        if not replica_ids:
             return None
         request = RoutingRequest(self.num_decisions, hashes, num_tokens, tenant, session_id)
-        replica_ids = tuple(self._loads)
+        loads = tuple(self._loads[each] for each in replica_ids)
         lengths: list[int] = []
 
         def find_prefix(hashes: Sequence[BlockHash]) -> Sequence[int]:
             lengths[:] = self.index.prefix_lengths(hashes, replica_ids)
             return lengths
 
-        replica_id = self._router.route(request, tuple(self._loads.values()), find_prefix)
+        replica_id = self._router.route(request, loads, find_prefix)
         # A router that goes by load alone has looked nothing up.
         num_blocks = (lengths or find_prefix(hashes))[replica_ids.index(replica_id)]
         num_missing = num_tokens - num_tokens * num_blocks // max(1, len(hashes))

@@ -169,6 +169,23 @@ class SessionSticky(NamedTuple):
         return max(found, key=lambda each: _session_weight(key, each.id)).id
 
 
+class SessionOrPrefix(NamedTuple):
+    """A session's own replica for its turns, and the longest prefix for all other requests.
+
+    Both count the requests of a replica, so each sees what the other one causes.
+    """
+
+    session: SessionSticky = SessionSticky()
+    prefix: PrefixAware = PrefixAware()
+
+    def route(
+        self, request: RoutingRequest, replicas: Sequence[ReplicaLoad], find_prefix: PrefixLookup
+    ) -> int:
+        """Return the replica that the rule for this kind of request chooses."""
+        rule: Router = self.session if request.session_id else self.prefix
+        return rule.route(request, replicas, find_prefix)
+
+
 def _session_weight(key: bytes, replica_id: int) -> bytes:
     """Return the weight of a replica in the order of a session: the greatest comes first."""
     return blake2b(key, digest_size=16, salt=replica_id.to_bytes(16, "little")).digest()
@@ -187,6 +204,7 @@ ROUTERS: Mapping[str, Router] = {
     "prefix-aware": PrefixAware(),
     "least-work": LeastWork(),
     "session-sticky": SessionSticky(),
+    "session-or-prefix": SessionOrPrefix(),
 }
 """Routers by name, with their default settings."""
 

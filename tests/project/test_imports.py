@@ -124,6 +124,21 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},
     "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
+    "ray.routing_key": set(),
+    "ray.scaling": set(),
+    "ray.routing_state": {"ray.routing_key", "routing.*"},
+    "ray.call": {"errors", "ray.routing_key"},
+    "ray.fleet_options": {"errors", "routing.*"},
+    "ray.replica": {
+        *("async_llm", "errors", "limits", "llm", "ray.call", "ray.scaling", "server.*"),
+    },
+    "ray.ingress": {"ray.call", "ray.routing_key", "server.*"},
+    "ray.request_router": {"ray.call", "ray.routing_key", "ray.routing_state", "routing.*"},
+    "ray.application": {
+        *("cli.*", "errors"),
+        *("ray.call", "ray.fleet_options", "ray.ingress", "ray.replica"),
+    },
+    "ray.__init__": {"ray.application"},
     "cli.*": LLM_AND_BELOW | {"__init__", "cli.*", "limits", "requirements", "server.*"},
     "cli.main": LLM_AND_BELOW | {"__init__", "bench.*", "cli.*", "sim.*"},
     "__init__": LLM_AND_BELOW,
@@ -147,6 +162,9 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
     "grammar_sandbox": {"llguidance"},
     "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "cli.*": {"yaml"},
+    "ray.*": {"starlette"},
+    "ray.application": {"ray", "starlette"},
+    "ray.request_router": {"ray"},
     "requirements": {"packaging"},
     # The check that this package is the one that runs stands outside of it.
     "__main__": {"forge_llm_engine"},
@@ -175,6 +193,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "kv_event_wire": {"msgspec"},
     "kv_publisher": {"zmq"},
     "progress": {"tqdm"},
+    "ray.__init__": {"ray.application"},
 }
 
 # package -> its folders and files, top to bottom: each imports from itself and from those below it.
