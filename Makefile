@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
 .PHONY: test-long test-long-rest test-all stress test-soak test-fuzz test-clients test-torch test-gpu
-.PHONY: test-oldest resolve model-classes
+.PHONY: test-oldest test-ray resolve model-classes
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -109,6 +109,9 @@ test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of 
 test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the CPU; installs torch
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)
 
+test-ray: $(VENV)/ray.stamp ## run a fleet on Ray, kill replicas and restart them; installs Ray, and takes minutes
+	$(VENV)/ray/bin/python -m pytest -m ray tests/ray $(ARGS)
+
 model-classes: $(VENV)/torch.stamp ## run every causal class of transformers, tiny; writes docs/Model-classes.md
 	$(BIN)/python -m tests.hf.model_classes --write $(ARGS)
 
@@ -154,6 +157,13 @@ $(VENV)/fuzz.stamp: | $(VENV)/made.stamp
 	@echo "Installing Schemathesis into $(VENV)/fuzz, once."
 	$(BIN)/python -m venv $(VENV)/fuzz
 	$(VENV)/fuzz/bin/python -m pip --disable-pip-version-check install --quiet "schemathesis>=4.30,<5"
+	@touch $@
+
+# Apart from the rest too: Ray brings fifty packages.
+$(VENV)/ray.stamp: pyproject.toml | $(VENV)/made.stamp
+	@echo "Installing Ray, forge and the test tools into $(VENV)/ray, once."
+	$(BIN)/python -m venv $(VENV)/ray
+	$(VENV)/ray/bin/python -m pip --disable-pip-version-check install --quiet -c constraints/newest.txt --editable '.[dev,ray]'
 	@touch $@
 
 $(VENV)/torch.stamp: pyproject.toml | $(VENV)/made.stamp

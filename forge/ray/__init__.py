@@ -8,8 +8,8 @@
                                      RoutingState ──► forge.routing
 
 application     the deployments and their options: the only module besides request_router with Ray
-ingress         forwards a request, and moves it while its response has not begun
-replica         one engine behind the routes of `forge serve`
+ingress         forwards a request, and moves it while its response has not started
+replica         one engine with the routes of `forge serve`
 request_router  Ray's interface for a router, on top of RoutingState
 routing_state   replicas by Ray's names, and the ReplicaTable
 routing_key     what a router reads of a request: hashes of its prompt's bytes, session, tenant

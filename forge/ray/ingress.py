@@ -1,4 +1,4 @@
-"""Ingress: forwards HTTP requests to replicas, and moves those that have not begun.
+"""Ingress: forwards HTTP requests to replicas, and moves those that have not started.
 
 Owns the retries and what a client sees of a replica that dies. Knows no engine, and of Ray only the
 errors that mean a dead replica.
@@ -9,7 +9,7 @@ errors that mean a dead replica.
                                 └─► ... after the first event    data: {"error": ...}, and no [DONE]
 
 Always true: a response that is not a stream of events is sent when it is complete, so it can begin
-again elsewhere until then. A stream has begun with its first event; pings before it are no event.
+again elsewhere until then. A stream has started with its first event; pings before it are no event.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ForwardedResponse(Response):
         self._send = send
         self._lost_errors = lost_errors
         self._head_is_sent = False
-        self._has_begun = False
+        self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, unless the client leaves: then its request is aborted."""
@@ -112,7 +112,7 @@ class ForwardedResponse(Response):
             except self._lost_errors as error:
                 cause = getattr(error, "cause", error)  # Ray wraps what a replica raises
                 LOG.warning("a replica was lost: %s", type(cause).__name__)
-                if self._has_begun:
+                if self._has_started:
                     break
                 if isinstance(cause, ReplicaLost):
                     call = call._replace(tried=(*call.tried, cause.name))
@@ -120,7 +120,7 @@ class ForwardedResponse(Response):
             503,
             "replica_lost",
             "The replica that served this request has ended. Send it again"
-            if self._has_begun
+            if self._has_started
             else f"{MAX_ATTEMPTS} replicas ended before they served this request. Send it later",
         )
         if not self._head_is_sent:
@@ -144,7 +144,7 @@ class ForwardedResponse(Response):
                 if not self._head_is_sent:
                     await self._send_head(head, send)
                 if not part.startswith(PING) or b"data:" in part:
-                    self._has_begun = True
+                    self._has_started = True
                 await _send_body(send, part, more_body=True)
             await _send_body(send, b"", more_body=False)
 

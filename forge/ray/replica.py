@@ -1,4 +1,4 @@
-"""EngineReplica: one engine behind the routes of `forge serve`, called by Ray instead of a socket.
+"""EngineReplica: one engine with the routes of `forge serve`, called by Ray instead of a socket.
 
 Owns the engine and its application. Knows no Ray object and no other replica.
 
@@ -7,7 +7,7 @@ Owns the engine and its application. Knows no Ray object and no other replica.
                  └── http.disconnect ◄── the caller stops reading: the request is aborted
 
 Always true: the first part of a response is its head. A replica whose engine has ended raises
-ReplicaLost in place of a response that has not begun.
+ReplicaLost in place of a response that has not started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FleetRequestRouter: forge's routers behind Ray Serve's interface for routers.
+"""FleetRequestRouter: forge's routers as Ray Serve's interface for routers calls them.
 
 Owns nothing but the translation. Ray has one such object for each process that sends requests, and
 calls it on one event loop. The interface is alpha in Ray 2.60: this module is all that uses it.
@@ -52,7 +52,7 @@ class FleetRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica, and behind it all others for the case that it is full."""
+        """Return the chosen replica, and after it all others for the case that it is full."""
         call = None if pending_request is None else _call_of(pending_request)
         if pending_request is None or call is None:
             return [candidate_replicas]

@@ -30,7 +30,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class RoutingKey(NamedTuple):
-    """What decides on the replica of a request.
+    """Properties of an HTTP request that decide on its replica.
 
     hashes       of the blocks of its prompt's bytes, first block first
     num_tokens   of its prompt, estimated from its bytes

@@ -58,6 +58,7 @@ SKIPPED_COMMANDS = {
     "make test-clients": "installs the clients, and runs for minutes",
     "make test-torch": "installs torch, and runs for minutes",
     "make test-gpu": "needs a GPU",
+    "make test-ray": "installs Ray, and runs for minutes",
     "make model-classes": "runs for half an hour",
     "make bench": "measures, and the pages that run at the same time would disturb it",
     "make clean": "would remove the interpreter that runs this",

@@ -124,6 +124,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},
     "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
+    "ray.*": set(),
     "ray.routing_key": set(),
     "ray.scaling": set(),
     "ray.routing_state": {"ray.routing_key", "routing.*"},
@@ -146,7 +147,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "sim.*": LLM_AND_BELOW
     | {"__init__", "cli.*", "invariants", "limits", "routing.*", "server.*", "sim.*"},
     "bench.*": LLM_AND_BELOW
-    | {"__init__", "bench.*", "cli.*", "limits", "routing.*", "server.*", "sim.*"},
+    | {"__init__", "bench.*", "cli.*", "limits", "ray.*", "routing.*", "server.*", "sim.*"},
 }
 
 # module -> packages from outside forge and the standard library.
@@ -175,6 +176,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
             "locust",
             "matplotlib",
             "numpy",
+            "ray",
             "tokenizers",
             "torch",
             "transformers",

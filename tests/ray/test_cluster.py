@@ -59,7 +59,7 @@ def outcome(client: httpx.Client, number: int) -> str:
     """Send a request, every second one as a stream, and return how it ended.
 
     complete   the whole response has come
-    failed     it had begun, and ended with an error and without [DONE]
+    failed     it had started, and ended with an error and without [DONE]
     """
     is_stream = number % 2 == 0
     body: dict[str, Any] = {
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_aborts_its_request(fleet: Fleet) -> None:
         assert outcome(client, 0) == "complete"
 
 
-def test_of_a_thousand_requests_none_that_had_not_begun_is_lost_when_replicas_die(
+def test_of_a_thousand_requests_none_that_had_not_started_is_lost_when_replicas_die(
     fleet: Fleet,
 ) -> None:
     """A replica is killed after 200 requests, and another one after 600."""
@@ -168,7 +168,7 @@ def test_of_a_thousand_requests_none_that_had_not_begun_is_lost_when_replicas_di
     wait_for(lambda: len(set(engine_pids()) - set(killed)) == 3)
 
 
-def test_an_engine_that_dies_takes_no_request_with_it_that_had_not_begun(fleet: Fleet) -> None:
+def test_an_engine_that_dies_takes_no_request_with_it_that_had_not_started(fleet: Fleet) -> None:
     """Only the engine's process is killed: its replica is alive, and replaced for its health."""
     wait_for(lambda: len(engine_pids()) == 3)
     replica = engine_pids()[0]

@@ -166,7 +166,7 @@ def test_a_response_is_forwarded_with_its_head() -> None:
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_request_that_has_not_begun_moves_to_another_replica(
+def test_a_request_that_has_not_started_moves_to_another_replica(
     lost: Script, is_stream: bool
 ) -> None:
     whole: Script = [SSE_HEAD, b"data: x\n\n", b"data: [DONE]\n\n"]
@@ -187,7 +187,7 @@ def test_a_replica_without_an_engine_is_named_in_the_next_call() -> None:
 
 
 @pytest.mark.parametrize("first", [b"data: x\n\n", b": ping\n\ndata: x\n\n"])
-def test_a_stream_that_has_begun_ends_with_an_error_and_without_done(first: bytes) -> None:
+def test_a_stream_that_has_started_ends_with_an_error_and_without_done(first: bytes) -> None:
     fleet = Fleet([SSE_HEAD, first, Died()])
     response = request(fleet)
     assert response.status_code == 200

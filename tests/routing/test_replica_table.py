@@ -106,6 +106,16 @@ def test_no_replica_accepts_requests_before_one_joins() -> None:
     assert route(table, 0) == 3
 
 
+def test_a_request_may_be_for_some_of_the_replicas_only() -> None:
+    """Replica 0 holds the prompt. Where it is no candidate, the others are taken in turn."""
+    table = create_table(3, PrefixAware())
+    assert route(table, 0) == 0
+    assert table.route(1, FOUR, 40, candidate_ids=[1, 2]) == Decision(2, 0)
+    assert table.route(2, FOUR, 40, candidate_ids=[1]) == Decision(1, 0)
+    assert table.route(3, FOUR, 40, candidate_ids=[7]) is None
+    assert table.num_decisions == 3
+
+
 def test_a_replica_that_joins_again_is_empty_and_keeps_its_place() -> None:
     table = create_table(3, PrefixAware())
     route(table, 0)

@@ -19,6 +19,7 @@ from forge.routing.router import (
     RoundRobin,
     Router,
     RoutingRequest,
+    SessionOrPrefix,
     SessionSticky,
     find_router,
 )
@@ -140,6 +141,17 @@ def test_a_session_leaves_a_replica_with_too_many_more_requests_until_it_has_few
         counts = [0, 0]
         counts[home] = num_requests
         assert router.route(turn, loads(*counts), holding(0, 0)) == expected
+
+
+def test_turns_of_a_session_stay_and_other_requests_follow_their_prefix() -> None:
+    """Replica 2 holds the prompt. Each session has a replica of its own, whatever is held."""
+    router, sticky, replicas = SessionOrPrefix(), SessionSticky(), loads(0, 0, 0)
+    find_prefix = holding(0, 0, 9)
+    assert router.route(request(), replicas, find_prefix) == 2
+    sessions = [request(session_id=str(session)) for session in range(9)]
+    found = [router.route(each, replicas, find_prefix) for each in sessions]
+    assert found == [sticky.route(each, replicas, find_prefix) for each in sessions]
+    assert set(found) == {0, 1, 2}
 
 
 def test_without_a_session_the_fewest_requests_count() -> None:
