@@ -111,10 +111,10 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     figures = measure([int(each) for each in args.replicas.split(",")], args.decisions)
     print(f"prompts of {PROMPT_TOKENS} tokens, {PROMPT_TOKENS // BLOCK_SIZE} blocks")
-    print(f"{'router':<16}{'fed by':<11}{'replicas':>9}{'p10 us':>9}{'median us':>11}{'p99 us':>9}")
+    print(f"{'router':<19}{'fed by':<11}{'replicas':>9}{'p10 us':>9}{'median us':>11}{'p99 us':>9}")
     for each in figures:
         print(
-            f"{each['router']:<16}{each['feed']:<11}{each['replicas']:>9}"
+            f"{each['router']:<19}{each['feed']:<11}{each['replicas']:>9}"
             f"{each['p10_us']:>9.1f}{each['median_us']:>11.1f}{each['p99_us']:>9.1f}"
         )
     if args.json is not None:
