@@ -26,7 +26,7 @@ CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
     proposers scheduler seam session_timers sessions sessions_hostile speculation speculation_edges step_bound \
     structured_output uniform_steps) \
   engine/test_engine engine/test_llm engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry \
-  $(addprefix routing/test_, prefix_index replica_table router)))
+  $(addprefix routing/test_, prefix_index replica_table router) $(addprefix ray/test_, routing_key routing_state scaling)))
 
 # The files that have tests of a marker, unless ARGS names some: each worker collects no others.
 marked = $(if $(findstring tests/,$(ARGS)),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))

@@ -24,37 +24,14 @@ from ray.serve.schema import LoggingConfig
 from starlette.requests import Request
 from starlette.responses import Response
 
-from forge.cli.options import (
-    ENGINE_OPTIONS,
-    LIMIT_OPTIONS,
-    MODEL_OPTION,
-    POLICY_OPTION,
-    SERVER_OPTIONS,
-    options_from_dataclass,
-)
-from forge.cli.settings import Settings, resolve_settings
-from forge.errors import InvalidConfig
+from forge.cli.settings import Settings
 from forge.ray.call import Call, ResponseHead
-from forge.ray.fleet_options import FleetOptions
+from forge.ray.fleet_options import FleetOptions, resolve_options
 from forge.ray.ingress import Ingress
 from forge.ray.replica import EngineReplica
 
 LOST_ERRORS = (RayActorError, DeploymentUnavailableError)
 MAX_INGRESS_REQUESTS = 10_000
-FLEET_OPTIONS = options_from_dataclass(
-    FleetOptions, [name for name in FleetOptions.__slots__ if not name.startswith("_")]
-)
-REPLICA_SERVER_OPTIONS = tuple(
-    each for each in SERVER_OPTIONS if each.name in ("api_key", "served_model_name")
-)
-OPTIONS = (
-    MODEL_OPTION,
-    *FLEET_OPTIONS,
-    *REPLICA_SERVER_OPTIONS,
-    *LIMIT_OPTIONS,
-    *ENGINE_OPTIONS,
-    POLICY_OPTION,
-)
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -131,23 +108,6 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         logging_config=QUIET,
     )
     return ingress.bind(engines.bind(settings))
-
-
-def resolve_options(
-    args: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[Settings, FleetOptions]:
-    """Return the options of an engine and of the fleet. Raises InvalidConfig."""
-    by_key = {each.file_key: each for each in OPTIONS}
-    for key in args:
-        if key not in by_key:
-            raise InvalidConfig(str(key)[:64], "there is no such option", "See forge serve --help")
-    flags = {
-        by_key[key].name: value if isinstance(value, list) else str(value)
-        for key, value in args.items()
-    }
-    settings = resolve_settings(OPTIONS, flags, environ)
-    fleet = FleetOptions(**{each.name: settings.values[each.name] for each in FLEET_OPTIONS})
-    return settings, fleet
 
 
 def _scaling_options(fleet: FleetOptions) -> dict[str, Any]:

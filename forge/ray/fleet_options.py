@@ -1,6 +1,7 @@
 """FleetOptions: how many replicas of an engine there are, on what, and how they are routed to.
 
-Owns the options and their checks. Knows no Ray object.
+Owns the options of a fleet, and their checks. Knows no Ray object. Those of an engine are in the
+table of `forge serve`.
 
     replicas=4                          four, always
     min_replicas=1 max_replicas=8       as many as their queue times call for
@@ -8,8 +9,19 @@ Owns the options and their checks. Knows no Ray object.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from forge.cli.options import (
+    ENGINE_OPTIONS,
+    LIMIT_OPTIONS,
+    MODEL_OPTION,
+    POLICY_OPTION,
+    SERVER_OPTIONS,
+    options_from_dataclass,
+)
+from forge.cli.settings import Settings, resolve_settings
 from forge.errors import InvalidConfig
 from forge.routing.router import find_router
 
@@ -67,3 +79,36 @@ class FleetOptions:
         ):
             if type(count) not in (int, float) or not 0 <= count < 1e4:
                 raise InvalidConfig(name, f"{count!r} is no number from 0", "Give 1, say")
+
+
+FLEET_OPTIONS = options_from_dataclass(
+    FleetOptions, [name for name in FleetOptions.__slots__ if not name.startswith("_")]
+)
+REPLICA_SERVER_OPTIONS = tuple(
+    each for each in SERVER_OPTIONS if each.name in ("api_key", "served_model_name")
+)
+OPTIONS = (
+    MODEL_OPTION,
+    *FLEET_OPTIONS,
+    *REPLICA_SERVER_OPTIONS,
+    *LIMIT_OPTIONS,
+    *ENGINE_OPTIONS,
+    POLICY_OPTION,
+)
+
+
+def resolve_options(
+    args: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[Settings, FleetOptions]:
+    """Return the options of an engine and of the fleet. Raises InvalidConfig."""
+    by_key = {each.file_key: each for each in OPTIONS}
+    for key in args:
+        if key not in by_key:
+            raise InvalidConfig(str(key)[:64], "there is no such option", "See forge serve --help")
+    flags = {
+        by_key[key].name: value if isinstance(value, list) else str(value)
+        for key, value in args.items()
+    }
+    settings = resolve_settings(OPTIONS, flags, environ)
+    fleet = FleetOptions(**{each.name: settings.values[each.name] for each in FLEET_OPTIONS})
+    return settings, fleet

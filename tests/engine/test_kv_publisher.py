@@ -336,6 +336,20 @@ def test_what_is_folded_after_drops_is_always_a_part_of_the_cache() -> None:
     assert reached["dropped"] > 20 and reached["held"] > 20
 
 
+def test_a_batch_that_cannot_be_sent_is_counted_and_the_next_one_clears(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with publish() as publisher, subscribe(publisher) as subscriber:
+        publisher([STORED_A])
+        publisher([None])  # type: ignore[list-item]
+        publisher([BlockStored((B,), A, (3, 4), 2, DEVICE)])
+        await_published(publisher, 3)
+        assert publisher.counts == KVEventCounts(num_published=2, num_dropped=1)
+        assert subscriber.replay(0) == [0, 2]
+    assert subscriber.folds[2][DEVICE] == {int.from_bytes(B[-8:], "big")}
+    assert [record.getMessage() for record in caplog.records] == ["batch 1 of KV events was lost"]
+
+
 # Subscribers that read slowly.
 
 

@@ -129,15 +129,14 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "ray.scaling": set(),
     "ray.routing_state": {"ray.routing_key", "routing.*"},
     "ray.call": {"errors", "ray.routing_key"},
-    "ray.fleet_options": {"errors", "routing.*"},
+    "ray.fleet_options": {"cli.*", "errors", "routing.*"},
     "ray.replica": {
         *("async_llm", "errors", "limits", "llm", "ray.call", "ray.scaling", "server.*"),
     },
     "ray.ingress": {"ray.call", "ray.routing_key", "server.*"},
     "ray.request_router": {"ray.call", "ray.routing_key", "ray.routing_state", "routing.*"},
     "ray.application": {
-        *("cli.*", "errors"),
-        *("ray.call", "ray.fleet_options", "ray.ingress", "ray.replica"),
+        *("cli.*", "ray.call", "ray.fleet_options", "ray.ingress", "ray.replica"),
     },
     "ray.__init__": {"ray.application"},
     "cli.*": LLM_AND_BELOW | {"__init__", "cli.*", "limits", "requirements", "server.*"},
