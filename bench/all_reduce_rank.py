@@ -1,4 +1,4 @@
-"""One rank of the all-reduce benchmark: exact sums of random calls, and times inside CUDA graphs.
+"""Rank of the all-reduce benchmark: exact sums of random calls, and times inside CUDA graphs.
 
 Owns what a rank runs. Its process is one of forge.bench.rank_processes, its parts are named by
 forge.bench.all_reduce.
@@ -47,7 +47,7 @@ CHAIN_HIDDEN, CHAIN_HEADS, CHAIN_INTERMEDIATE = 2560, 32 * 128, 9728
 
 
 class Setting(NamedTuple):
-    """What all parts of a run have in common.
+    """Sizes that all parts of a run share.
 
     hidden           columns of a message of a time
     max_bytes        longest message
@@ -69,7 +69,7 @@ class CheckedCall(NamedTuple):
 
 
 class Rank:
-    """This process's device, group and all-reduces."""
+    """Device, group and all-reduces of this process."""
 
     def __init__(self, place: RankPlace, setting: Setting) -> None:
         self.place = place

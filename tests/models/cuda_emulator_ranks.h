@@ -23,7 +23,7 @@ constexpr int MAX_PENDING = 4096;
 
 struct Copy { void* target; const void* source; long long bytes; };
 struct RankCall { Dim3 grid, block; long long index; std::vector<Copy> late_writes; };
-// What a run has seen: calls begun while another rank was in an earlier one, stores that arrived after their call.
+// What a run has seen: calls started while another rank was in an earlier one, stores that arrived after their call.
 struct Reached { long long early_calls, late_stores; };
 struct Store { char* target; unsigned long long value; int bytes; const Block* block; unsigned long long index; bool is_release; long long call; };
 

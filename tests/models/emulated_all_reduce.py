@@ -71,7 +71,7 @@ class Reached(ctypes.Structure):
     """Counts of what a run has seen.
 
     early_calls   calls that a rank began while another was in an earlier one
-    late_stores   stores that arrived after their rank had begun another call
+    late_stores   stores that arrived after their rank had started another call
     """
 
     _fields_ = (("early_calls", ctypes.c_longlong), ("late_stores", ctypes.c_longlong))

@@ -1,1 +1,1 @@
-"""One model on several devices: each rank holds a part of every layer (tensor parallelism)."""
+"""Run one model on several devices: each rank has a part of every layer (tensor parallelism)."""
