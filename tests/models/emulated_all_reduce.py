@@ -99,8 +99,8 @@ def expected_sum(inputs: Inputs, dtype: str, has_residual: bool) -> array[Any]:
     return to_bits(total, dtype)
 
 
-def compile_ranks(variant: Variant, library: Path) -> None:
-    """Compile all_reduce.cu with the emulator into a library."""
+def compile_ranks(variant: Variant, folder: Path) -> Path:
+    """Return the library of all_reduce.cu with the emulator, in a folder of libraries."""
     macros = {
         "WORLD": variant.world_size,
         "MAX_THREADS": MAX_THREADS,
@@ -108,7 +108,7 @@ def compile_ranks(variant: Variant, library: Path) -> None:
         f"FLOAT_{variant.dtype}": 1,
     }
     sources = (HERE / "cuda_emulator_ranks.h", SOURCE, HERE / "all_reduce_kernel_entry.cpp")
-    compile_emulated(library, macros, sources)
+    return compile_emulated(folder, macros, sources)
 
 
 class EmulatedRanks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from math import sqrt
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -24,7 +23,7 @@ from tests.models.emulated_all_reduce import (
     from_bits,
     to_bits,
 )
-from tests.models.emulated_kernels import COMPILER
+from tests.models.emulated_kernels import COMPILER, library_folder
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: c++, g++ or clang++"),
@@ -34,6 +33,14 @@ pytestmark = [
 EPS = 1e-3
 MAX_CTAS = 3
 VARIANTS = (Variant(2, "BF16"), Variant(3, "F32"), Variant(4, "F16"))
+each_variant = pytest.mark.parametrize(
+    "variant",
+    [
+        # Each variant is compiled, which takes seconds.
+        pytest.param(each, id=str(each), marks=[pytest.mark.long] * (each.world_size > 3))
+        for each in VARIANTS
+    ],
+)
 STEPS = {"BF16": 2**-7, "F16": 2**-10, "F32": 2**-20}
 """Largest relative difference of a norm: two roundings, and the order of the sum of squares."""
 
@@ -43,8 +50,7 @@ Open = Callable[..., EmulatedRanks]
 @pytest.fixture(scope="module")
 def open_ranks(tmp_path_factory: pytest.TempPathFactory) -> Open:
     """Return a function that opens ranks. It compiles each variant once."""
-    folder = tmp_path_factory.mktemp("all_reduce")
-    libraries: dict[Variant, Path] = {}
+    folder = library_folder(tmp_path_factory)
 
     def open_ranks(
         variant: Variant,
@@ -54,11 +60,8 @@ def open_ranks(tmp_path_factory: pytest.TempPathFactory) -> Open:
         max_bytes: int = 2048,
         first_call: int = 1,
     ) -> EmulatedRanks:
-        if variant not in libraries:
-            libraries[variant] = folder / f"{len(libraries)}.so"
-            compile_ranks(variant, libraries[variant])
         layout = AllReduceLayout(variant.world_size, MAX_CTAS, MAX_THREADS, packet_bytes, max_bytes)
-        return EmulatedRanks(libraries[variant], variant, layout, seed, first_call)
+        return EmulatedRanks(compile_ranks(variant, folder), variant, layout, seed, first_call)
 
     return open_ranks
 
@@ -128,7 +131,7 @@ def run_calls(
     return reached
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@each_variant
 @pytest.mark.parametrize("store_delay", [1, 50])
 def test_ranks_get_exact_sums_of_calls_of_any_size_in_any_order_of_their_warps(
     open_ranks: Open, variant: Variant, store_delay: int
