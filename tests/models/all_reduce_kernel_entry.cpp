@@ -3,13 +3,15 @@
 // Takes a seed of the order in which warps go on and stores arrive, the calls, and for each call and rank its arrays.
 // Every rank makes all calls. Returns null, or what went wrong.
 
-struct Call { i64 kernel,  // reduce_packets, reduce_flagged, gather_packets
-                   num_ctas, num_threads, num_vectors, chunk_vectors, num_bytes; double eps; };
+// The kernel is an index of `kernels`, or the number of those: gather_packets.
+struct Call { i64 kernel, has_flags, num_ctas, num_threads, num_vectors, chunk_vectors, num_bytes; double eps; };
 // Late x and residual are what the kernel before writes to x and residual.
 struct Arrays { const void *late_x, *late_residual; uint4 *x, *residual, *weight, *out, *normed; };
 struct Region { i64 slots_offset, slot_bytes, flags_offset; };
 
 using emulator::Reached;
+
+constexpr decltype(&reduce_packets) kernels[] = {reduce_packets, reduce_packets_wide, reduce_flagged, reduce_flagged_wide};
 
 extern "C" const char* run_calls(unsigned seed, i64 store_delay, i64 num_calls, const Call* calls, const Arrays* arrays,
                                  const u64* buffers, u32* const* counters, const Region* regions, i64 max_ctas,
@@ -47,12 +49,12 @@ extern "C" const char* run_calls(unsigned seed, i64 store_delay, i64 num_calls, 
         continue;
       }
       const Region& region = regions[call.kernel];
-      u32* own_counters = counters[rank * 2 + call.kernel % 2];
-      if (call.kernel == 2)
+      u32* own_counters = counters[rank * 2 + call.has_flags];
+      if (call.kernel == std::size(kernels))
         gather_packets(buffers, own_counters, region.slots_offset, region.slot_bytes, region.flags_offset, rank, max_ctas,
                        each.x, each.out, call.num_vectors, call.chunk_vectors);
       else
-        (call.kernel ? reduce_flagged : reduce_packets)(
+        kernels[call.kernel](
             buffers, own_counters, region.slots_offset, region.slot_bytes, region.flags_offset, rank, max_ctas, each.x,
             each.residual, each.weight, each.out, each.normed, call.num_vectors, call.chunk_vectors, call.eps);
     }

@@ -16,11 +16,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from forge.models.hf.parallel.all_reduce_layout import MAX_VECTORS, AllReduceLayout
+from forge.models.hf.parallel.all_reduce_layout import (
+    KERNELS,
+    MAX_VECTORS,
+    AllReduceLayout,
+    has_flags,
+)
 from tests.models.emulated_kernels import HERE, compile_emulated, decode
 
 SOURCE = HERE.parents[1] / "forge/models/hf/parallel/all_reduce.cu"
-KERNELS = ("reduce_packets", "reduce_flagged", "gather_packets")
 MAX_THREADS = 64
 NO_NUMBER = {"F32": 0x7FC00000, "BF16": 0x7FFF, "F16": 0x7FFF}
 
@@ -61,7 +65,7 @@ class Inputs(NamedTuple):
 
 class _CCall(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_longlong) for name in ("kernel", "num_ctas", "num_threads")),
+        *((name, ctypes.c_longlong) for name in ("kernel", "has_flags", "num_ctas", "num_threads")),
         *((name, ctypes.c_longlong) for name in ("num_vectors", "chunk_vectors", "num_bytes")),
         ("eps", ctypes.c_double),
     )
@@ -104,7 +108,7 @@ def compile_ranks(variant: Variant, folder: Path) -> Path:
     macros = {
         "WORLD": variant.world_size,
         "MAX_THREADS": MAX_THREADS,
-        "VECTORS": MAX_VECTORS,
+        "MAX_VECTORS": MAX_VECTORS,
         f"FLOAT_{variant.dtype}": 1,
     }
     sources = (HERE / "cuda_emulator_ranks.h", SOURCE, HERE / "all_reduce_kernel_entry.cpp")
@@ -153,6 +157,7 @@ class EmulatedRanks:
                 else layout.select_launch(num_bytes, row_bytes)
             )
             c_call.kernel = KERNELS.index(launch.kernel)
+            c_call.has_flags = has_flags(launch.kernel)
             c_call.num_ctas, c_call.num_threads = launch.num_ctas, launch.num_threads
             c_call.num_vectors, c_call.chunk_vectors = num_bytes // 16, launch.chunk_vectors
             c_call.num_bytes, c_call.eps = num_bytes, eps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.models.hf.parallel.all_reduce_layout import AllReduceLayout
+from forge.models.hf.parallel.all_reduce_layout import AllReduceLayout, has_flags
 
 LAYOUTS = (
     AllReduceLayout(2, 128, 512, 2**18, 20 * 2**20),
@@ -37,7 +37,8 @@ def test_the_ctas_of_a_launch_have_all_vectors_and_no_more_threads_than_the_layo
         if num_bytes > layout.max_bytes:
             continue
         launch = layout.select_launch(num_bytes, None)
-        assert (launch.kernel == "reduce_packets") == (num_bytes <= layout.max_packet_bytes)
+        assert has_flags(launch.kernel) == (num_bytes > layout.max_packet_bytes)
+        assert launch.kernel.endswith("_wide") == (launch.chunk_vectors > launch.num_threads)
         assert launch.num_threads <= layout.max_threads
         assert launch.num_threads % 32 == 0
         assert launch.chunk_vectors in [each * launch.num_threads for each in (1, 2, 3, 4)]

@@ -30,7 +30,7 @@
 // WORLD         ranks, at least 2
 // FLOAT_F32     x is float32; FLOAT_F16: float16; else bfloat16
 // MAX_THREADS   most threads of a CTA
-// VECTORS       most vectors of 16 bytes that a thread has of a chunk
+// MAX_VECTORS   most vectors of 16 bytes that a thread has of a chunk; kernels without `wide` are for one, in little code
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -225,7 +225,7 @@ __device__ __forceinline__ float add_threads(float value, float* warp_sums) {
 
 // Waits for the kernel before, sends x to all ranks, and returns the number of this call. Chunks of the vectors go to
 // CTAs in turns.
-template <class Protocol>
+template <class Protocol, int VECTORS>
 __device__ __forceinline__ u32 push(const u64* buffers, u32* counters, const Exchange& exchange, const uint4* x,
                                     int num_vectors, int chunk_vectors) {
   const int rank = exchange.rank, num_threads = blockDim.x;
@@ -265,7 +265,7 @@ __device__ __forceinline__ const uint4* own_slots(u64 memory, const Exchange& ex
 }
 
 // With a norm a chunk is a row.
-template <class Protocol>
+template <class Protocol, int VECTORS>
 __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const Exchange& exchange, const uint4* x,
                                        const uint4* residual, const uint4* weight, uint4* out, uint4* normed,
                                        int num_vectors, int chunk_vectors, float eps) {
@@ -279,7 +279,7 @@ __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const 
     scales[v] = {};
     if (weight && column < chunk_vectors) scales[v] = weight[column];
   }
-  const u32 call = push<Protocol>(buffers, counters, exchange, x, num_vectors, chunk_vectors);
+  const u32 call = push<Protocol, VECTORS>(buffers, counters, exchange, x, num_vectors, chunk_vectors);
   const uint4* slots = own_slots(memory, exchange, call);
   int row = 0;
   for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors, row++) {
@@ -313,16 +313,19 @@ __device__ __forceinline__ void reduce(const u64* buffers, u32* counters, const 
   }
 }
 
-#define REDUCE_KERNEL(name, protocol)                                                                               \
+#define REDUCE_KERNEL(name, protocol, vectors)                                                                        \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                      \
   name(const u64* buffers, u32* counters, i64 slots_offset, i64 slot_bytes, i64 flags_offset, i64 rank,             \
        i64 max_ctas, const uint4* x, const uint4* residual, const uint4* weight, uint4* out, uint4* normed,         \
        i64 num_vectors, i64 chunk_vectors, float eps) {                                                             \
     const Exchange exchange = {slots_offset, slot_bytes, flags_offset, (int)rank, (int)max_ctas};                   \
-    reduce<protocol>(buffers, counters, exchange, x, residual, weight, out, normed, num_vectors, chunk_vectors, eps); \
+    reduce<protocol, vectors>(buffers, counters, exchange, x, residual, weight, out, normed, num_vectors,            \
+                              chunk_vectors, eps);                                                                   \
   }
-REDUCE_KERNEL(reduce_packets, Packets)
-REDUCE_KERNEL(reduce_flagged, Flagged)
+REDUCE_KERNEL(reduce_packets, Packets, 1)
+REDUCE_KERNEL(reduce_packets_wide, Packets, MAX_VECTORS)
+REDUCE_KERNEL(reduce_flagged, Flagged, 1)
+REDUCE_KERNEL(reduce_flagged_wide, Flagged, MAX_VECTORS)
 
 // out [WORLD, num_vectors] is x of every rank.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
@@ -330,7 +333,7 @@ gather_packets(const u64* buffers, u32* counters, i64 slots_offset, i64 slot_byt
                i64 max_ctas, const uint4* x, uint4* out, i64 num_vectors, i64 chunk_vectors) {
   const Exchange exchange = {slots_offset, slot_bytes, flags_offset, (int)rank, (int)max_ctas};
   const u64 memory = buffers[rank];
-  const u32 call = push<Packets>(buffers, counters, exchange, x, num_vectors, chunk_vectors);
+  const u32 call = push<Packets, MAX_VECTORS>(buffers, counters, exchange, x, num_vectors, chunk_vectors);
   const uint4* slots = own_slots(memory, exchange, call);
   for (int first = blockIdx.x * chunk_vectors; first < num_vectors; first += gridDim.x * chunk_vectors) {
     for (int column = threadIdx.x; column < chunk_vectors && first + column < num_vectors; column += blockDim.x) {

@@ -30,11 +30,13 @@ from torch import Tensor
 
 from forge.models.hf.cuda_module import CudaModule, compile_source, with_index
 from forge.models.hf.parallel.all_reduce_layout import (
+    KERNELS,
     MAX_VECTORS,
     RANK_ENVIRONMENT,
     VECTOR_BYTES,
     AllReduceLaunch,
     AllReduceLayout,
+    has_flags,
 )
 
 SOURCE = Path(__file__).with_name("all_reduce.cu")
@@ -45,8 +47,6 @@ DTYPE_MACROS = {
     torch.float32: "FLOAT_F32",
 }
 """Macro of all_reduce.cu for each dtype that the kernels add."""
-
-KERNELS = ("reduce_packets", "reduce_flagged", "gather_packets")
 
 MAX_THREADS = 512
 """Most threads of a CTA. With all registers of a multiprocessor, a thread may have 128."""
@@ -172,7 +172,7 @@ class OneShotAllReduce:
         macros = (
             f"WORLD={self.world_size}",
             f"MAX_THREADS={MAX_THREADS}",
-            f"VECTORS={MAX_VECTORS}",
+            f"MAX_VECTORS={MAX_VECTORS}",
             DTYPE_MACROS[dtype],
         )
         binary = compile_source(SOURCE, macros, self._device)
@@ -194,7 +194,7 @@ class OneShotAllReduce:
         # Numbers of the next call with packets and with flags, for each CTA.
         ones = torch.ones(self.layout.max_ctas, dtype=torch.int32, device=self._device)
         packets, flagged = ones.clone(), ones.clone()
-        self._counters = dict(zip(KERNELS, (packets, flagged, packets), strict=True))
+        self._counters = {each: flagged if has_flags(each) else packets for each in KERNELS}
         # Zeros are everywhere before the first call of any rank.
         torch.cuda.synchronize(self._device)
         dist.barrier(group)

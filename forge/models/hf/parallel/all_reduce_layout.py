@@ -22,10 +22,25 @@ VECTOR_BYTES = 16
 """Bytes of a load. Rows and messages have a multiple of them."""
 
 MAX_VECTORS = 4
-"""Most vectors of a chunk that a thread has: VECTORS of all_reduce.cu."""
+"""Most vectors of a chunk that a thread has: a macro of all_reduce.cu."""
 
 _CHUNK_VECTORS = 128
 """Vectors of a CTA where there is no norm and the message is small: many CTAs store at a time."""
+
+
+KERNELS = (
+    "reduce_packets",
+    "reduce_packets_wide",
+    "reduce_flagged",
+    "reduce_flagged_wide",
+    "gather_packets",
+)
+"""Kernels of all_reduce.cu. Threads of the wide ones have several vectors of a chunk."""
+
+
+def has_flags(kernel: str) -> bool:
+    """Return whether a kernel has flags next to its data. Those with and without share nothing."""
+    return kernel.startswith("reduce_flagged")
 
 
 class AllReduceLaunch(NamedTuple):
@@ -86,7 +101,7 @@ class AllReduceLayout(NamedTuple):
         """Return the memory of a kernel. Those of packets share it, and have no flags."""
         # Two lines of 512 bytes for each 32 vectors, the last 32 included.
         packet_slot = 2 * _round_up(self.max_packet_bytes, 512)
-        if kernel != "reduce_flagged":
+        if not has_flags(kernel):
             return ExchangeRegion(0, packet_slot, 0)
         start = 2 * self.world_size * packet_slot
         data_slot = _round_up(self.max_bytes, 512)
@@ -108,6 +123,8 @@ class AllReduceLayout(NamedTuple):
             num_threads = min(self.max_threads, _round_up(chunk, 32))
         num_ctas = min(self.max_ctas, -(-num_vectors // chunk))
         kernel = "reduce_packets" if is_short else "reduce_flagged"
+        if chunk > num_threads:
+            kernel += "_wide"
         return AllReduceLaunch(kernel, num_ctas, num_threads, chunk)
 
     def select_gather(self, num_bytes: int) -> AllReduceLaunch:
