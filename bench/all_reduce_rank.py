@@ -300,7 +300,8 @@ def time_method(rank: Rank, method: str, mode: str, rows: int) -> float | None:
 def time_chain(rank: Rank, method: str, rows: int) -> float:
     """Return microseconds of a layer's two row-parallel products, each with its all-reduce.
 
-    method   "none": the products add the residual and nothing is reduced
+    method   an all-reduce of `Rank.reducers`, "one-shot" or "nccl"; "none": the products add the
+             residual and nothing is reduced
     """
     size = rank.place.world_size
     inputs = [
@@ -325,12 +326,15 @@ def time_chain(rank: Rank, method: str, rows: int) -> float:
                     torch.add(product(a, w), residual)
                 elif method in rank.reducers:
                     rank.reducers[method].all_reduce(product(a, w), residual)
+                elif method == "one-shot":
+                    total = torch.ops.symm_mem.one_shot_all_reduce_copy(
+                        x, product(a, w), "sum", rank.group.group_name
+                    )
+                    torch.add(total, residual)
                 else:
-                    if is_small:
-                        rank.ops.linear_small(a, w, out=x)
-                    else:
-                        x.copy_(rank.ops.linear(a, w))
-                    sums(rank, method, x)() + residual
+                    y = product(a, w)
+                    dist.all_reduce(y, group=rank.group)
+                    torch.add(y, residual)
 
     return time_graph(rank, run_layers, 1) / CHAIN_LAYERS
 
