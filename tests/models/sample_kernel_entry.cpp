@@ -11,10 +11,10 @@ static const char* run_rows(int n, int chunk, const void* scratch, unsigned seed
 extern "C" const char* run_sample(
     unsigned seed, int n, const logit_t* logits, i64 row_stride, const i64* rows, const int* slots,
     const int* positions, const i64* slot_table, const u32* raw_flags, int vocab_size, int chunk, u32* scratch,
-    int* out_tokens, int* out_status, int* out_cuts) {
+    int* out_tokens, int* out_status, int* out_cuts, i64 first_token, double* out_scores) {
   return run_rows(n, chunk, scratch, seed, [&] {
     sample(logits, row_stride, rows, slots, positions, slot_table, raw_flags, vocab_size, chunk, scratch,
-           out_tokens, out_status, out_cuts);
+           out_tokens, out_status, out_cuts, first_token, out_scores);
   });
 }
 

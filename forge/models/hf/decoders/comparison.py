@@ -76,15 +76,17 @@ def float32_error(
     fused: FusedDecoder,
     layers: Sequence[LayerSpec],
     positions: Sequence[int],
+    max_vocab_size: int = PROBE_VOCAB_SIZE,
 ) -> float:
     """Return the largest relative error |a - b| / |a| of a token's logits, in float32 or wider.
 
+    max_vocab_size   most ids of the probe
     A logit that is NaN makes the result NaN.
     """
     module = module_decoder.module
     dtype = torch.promote_types(module.dtype, torch.float32)
     sizes = (module.lm_head.weight.shape[0], module.base_model.embed_tokens.weight.shape[0])
-    vocab_size = min(PROBE_VOCAB_SIZE, *sizes)
+    vocab_size = min(PROBE_VOCAB_SIZE, max_vocab_size, *sizes)
     decoders = (
         ModuleDecoder(_cast_model(module, dtype, vocab_size)),
         fused.with_dtype(TorchOps(), dtype, vocab_size),

@@ -236,10 +236,22 @@ class FusedDecoder:
                 x, layer.qkv, bias=layer.qkv_bias, norm_weight=layer.input_norm, eps=eps
             )
             a = self._attend(index, qkv, positions, context)
-            x = ops.linear_small(a, layer.o, bias=layer.o_bias, residual=x)
+            x = self._add_output_small(a, layer.o, layer.o_bias, x)
             m = ops.gate_up_small(x, layer.gate_up, layer.post_norm, eps)
-            x = ops.linear_small(m, layer.down, residual=x)
+            x = self._add_output_small(m, layer.down, None, x)
         return x
+
+    def _add_output_small(
+        self, y: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """Return y @ w.T + bias + residual: attention's or the MLP's last product, few rows."""
+        return self._ops.linear_small(y, w, bias=bias, residual=residual)
+
+    def _output(
+        self, y: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return y @ w.T + bias: attention's or the MLP's last product, many rows."""
+        return self._ops.linear(y, w, bias)
 
     @property
     def device(self) -> torch.device:
@@ -271,8 +283,9 @@ class FusedDecoder:
             a = self._attend(index, ops.linear(h, layer.qkv, layer.qkv_bias), positions, context)
             if index == last:
                 a, x = a[logits_indices], x[logits_indices]
-            h = ops.add_rms_norm(ops.linear(a, layer.o, layer.o_bias), x, layer.post_norm, eps)
-            m = ops.linear(ops.gate_up(h, layer.gate_up), layer.down)
+            o = self._output(a, layer.o, layer.o_bias)
+            h = ops.add_rms_norm(o, x, layer.post_norm, eps)
+            m = self._output(ops.gate_up(h, layer.gate_up), layer.down)
             if index < last:
                 h = ops.add_rms_norm(m, x, self._layers[index + 1].input_norm, eps)
         return x + m
@@ -337,8 +350,17 @@ def _compute_cos_sin(module: Any, max_model_len: int) -> tuple[torch.Tensor, tor
     return cos[0].contiguous(), sin[0].contiguous()
 
 
-def fuse(module: Any, specs: list[LayerSpec], ops: Ops, max_model_len: int) -> FusedDecoder | None:
-    """Return the module's fused decoder, or None where it may compute something else."""
+def fuse(
+    module: Any,
+    specs: list[LayerSpec],
+    ops: Ops,
+    max_model_len: int,
+    create: Callable[..., FusedDecoder] = FusedDecoder,
+) -> FusedDecoder | None:
+    """Return the module's fused decoder, or None where it may compute something else.
+
+    create   takes the arguments of FusedDecoder and returns the decoder
+    """
     if len({spec._replace(window=0) for spec in specs}) != 1:
         return None
     if not has_known_structure(module, specs[0]):
@@ -349,7 +371,7 @@ def fuse(module: Any, specs: list[LayerSpec], ops: Ops, max_model_len: int) -> F
         log.warning("the fused decoder does not model %s; the modules are used instead", names)
         return None
     base = module.base_model
-    return FusedDecoder(
+    return create(
         ops,
         specs[0],
         base.norm.variance_epsilon,

@@ -340,23 +340,23 @@ def load_module(
 
     Raise InvalidConfig where the weights do not match the config or take too much memory.
     """
-    config = copy.deepcopy(checkpoint.config)
     with silence_transformers():
-        module = _build_meta_module(checkpoint, config, attn_implementation)
-        size = _weight_bytes(module)
+        module = build_meta_module(checkpoint, attn_implementation)
+        size = weight_bytes(module)
         check_memory(size, device)
         if load_format == "dummy":
             module.to_empty(device=device)
             _init_random_weights(module, device)
         else:
             with log_phase(f"loading weights: {size / GIB:.1f} GiB"):
-                module = _read_weights(checkpoint, config, attn_implementation).to(device)
+                module = _read_weights(checkpoint, attn_implementation).to(device)
     module.requires_grad_(False)
     return module.eval()
 
 
-def _build_meta_module(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
+def build_meta_module(checkpoint: Checkpoint, attention: str) -> Any:
     """Return the module with tensors that have a shape and no memory."""
+    config = copy.deepcopy(checkpoint.config)
     try:
         with torch.device("meta"):
             return checkpoint.module_class._from_config(
@@ -380,7 +380,8 @@ def mean_layer_weights(module: Any) -> int:
     return int(num_parameters - sum(outside.values())) // num_layers
 
 
-def _weight_bytes(module: Any) -> int:
+def weight_bytes(module: Any) -> int:
+    """Return the bytes of a module's parameters."""
     return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
 
 
@@ -421,8 +422,9 @@ def _init_random_weights(module: Any, device: torch.device) -> None:
     module.initialize_weights()
 
 
-def _read_weights(checkpoint: Checkpoint, config: Any, attention: str) -> Any:
+def _read_weights(checkpoint: Checkpoint, attention: str) -> Any:
     """Return the module with the folder's weights, in host memory."""
+    config = copy.deepcopy(checkpoint.config)
     try:
         module, report = checkpoint.module_class.from_pretrained(
             checkpoint.folder,

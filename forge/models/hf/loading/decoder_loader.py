@@ -43,7 +43,6 @@ from forge.models.hf.loading.checkpoint import (
     Checkpoint,
     CheckpointSummary,
     check_memory,
-    load_module,
     mean_layer_weights,
 )
 from forge.models.hf.loading.decoder_record import DecoderRecord
@@ -55,6 +54,7 @@ from forge.models.hf.loading.kernel_selection import (
     select_prefill,
 )
 from forge.models.hf.loading.loaded_decoder import LoadedDecoder
+from forge.models.hf.loading.partition import WHOLE, Partition
 from forge.models.hf.loading.recorded_decoder import (
     open_reader,
     recorded_tensors,
@@ -81,22 +81,27 @@ def select_decoder(
     ops: Ops,
     max_model_len: int,
     warm_up: Callable[[FusedDecoder, list[LayerSpec]], None] = lambda fused, layers: None,
+    partition: Partition = WHOLE,
 ) -> tuple[Decoder, list[LayerSpec]]:
     """Return the fastest decoder that computes what the module does, and the module's layers.
 
-    warm_up   called with a fused decoder before its kernels are compared
+    warm_up     called with a fused decoder before its kernels are compared
+    partition   how the module is divided over ranks. All of them choose the same decoder
     """
     module_decoder = ModuleDecoder(module)
     layers = module_decoder.inspect_layers()
-    fused = fuse(module, layers, ops, max_model_len)
+    fused = fuse(module, layers, ops, max_model_len, partition.create_decoder)
     if fused is None:
         return module_decoder, layers
     positions = probe_positions(module.config, max_model_len)
-    error = float32_error(module_decoder, fused, layers, positions)
+    max_vocab_size = partition.probe_vocab_size(module.config.get_text_config().vocab_size)
+    error = float32_error(module_decoder, fused, layers, positions, max_vocab_size)
+    error = partition.largest(error, module.device)
     # NaN fails this comparison.
     if error <= MAX_FLOAT32_ERROR:
         warm_up(fused, layers)
         error = logits_error(module_decoder, fused, layers, positions)
+        error = partition.largest(error, module.device)
         if error <= max_logits_error(module.dtype):
             return fused, layers
     log.warning("the fused decoder is %.3g from the modules; they are used instead", error)
@@ -186,16 +191,18 @@ def load_decoder(
     device: torch.device,
     start: StartLog,
     on_fused: OnFused = lambda module, fused, layers: None,
+    partition: Partition = WHOLE,
 ) -> LoadedDecoder:
     """Load the checkpoint's weights onto the device and compile kernels for them.
 
-    on_fused   called with the module, its fused decoder that was compared, and the layers
+    on_fused    called with the module, its fused decoder that was compared, and the layers
+    partition   how the model is divided over ranks
     """
     dtype, max_model_len = checkpoint.dtype, config_fields["max_model_len"]
     with start.phase("weights"), ThreadPoolExecutor(1) as executor:
         # Threads wait for the disk, so the import takes little longer than alone.
         libraries = executor.submit(import_kernel_libraries, device, dtype)
-        module = load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
+        module = partition.load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
         with start.phase("kernel libraries"):
             libraries.result()
     layer_weights = mean_layer_weights(module)
@@ -224,7 +231,7 @@ def load_decoder(
                         )
 
                 ops = select_ops(device, dtype)
-                decoder, layers = select_decoder(module, ops, max_model_len, warm_up)
+                decoder, layers = select_decoder(module, ops, max_model_len, warm_up, partition)
             if isinstance(decoder, FusedDecoder):
                 with start.phase("record"):
                     on_fused(module, decoder, layers)

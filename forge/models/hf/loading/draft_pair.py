@@ -35,6 +35,8 @@ from forge.models.hf.loading.model_loader import (
     refuse_out_of_memory,
 )
 from forge.models.hf.loading.model_spec import ModelSpec, refuse_dynamic_rope, resolve_model_spec
+from forge.models.hf.loading.partition import partition_for
+from forge.models.hf.parallel.communicator import Communicator
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.loaded_model import LoadedModel
 from forge.start_log import StartLog
@@ -48,16 +50,21 @@ def open_pair(
     options: DeviceOptions,
     start: StartLog | None = None,
     tiers: TierSetup | None = None,
+    communicator: Communicator | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the model with its draft model, and close both when the context ends.
 
     Raise InvalidConfig.
-    overrides   fields of EngineConfig that the caller set. `speculation` configures the drafts; the
-                completed config has the number of the draft's blocks in it
-    start       where the phases of the start are recorded
-    tiers       as in `open_model`; the draft's blocks have none
+    overrides      fields of EngineConfig that the caller set. `speculation` configures the drafts;
+                   the completed config has the number of the draft's blocks in it
+    start          where the phases of the start are recorded
+    tiers          as in `open_model`; the draft's blocks have none
+    communicator   as in `open_model`; each rank has the whole draft
     """
     start = start or StartLog()
+    partition = partition_for(communicator)
+    partition.check_options(options, tiers)
+    draft_partition = partition.draft()
     with ExitStack() as exit_stack:
         exit_stack.enter_context(import_modelling_code(start))
         with start.phase("configuration"):
@@ -73,13 +80,17 @@ def open_pair(
         config_fields["speculation"] = speculation
         with refuse_out_of_memory(overrides):
             with pin_host_memory(tiers, device) as slabs:
-                loaded = load_decoder(target.checkpoint, config_fields, options, device, start)
+                loaded = load_decoder(
+                    target.checkpoint, config_fields, options, device, start, partition=partition
+                )
                 with start.phase("KV tiers"):
                     opened = open_host_memory(
                         tiers, slabs, loaded, config_fields, options.load_format, device
                     )
                     host_memory = exit_stack.enter_context(opened)
-            loaded_draft = load_decoder(checkpoint, config_fields, options, device, start)
+            loaded_draft = load_decoder(
+                checkpoint, config_fields, options, device, start, partition=draft_partition
+            )
             draft_vocab_size, vocab_size = checkpoint.vocab_size, target.checkpoint.vocab_size
             if draft_vocab_size != vocab_size:
                 loaded_draft = loaded_draft._replace(
@@ -88,12 +99,13 @@ def open_pair(
                 )
             if "num_blocks" not in config_fields:
                 with start.phase("memory"):
-                    config_fields["num_blocks"] = compute_num_blocks(
+                    num_blocks = compute_num_blocks(
                         [loaded, loaded_draft],
                         config_fields,
                         options.gpu_memory_utilization,
                         device,
                     )
+                    config_fields["num_blocks"] = partition.fewest(num_blocks, device)
             num_draft_blocks = speculation.num_blocks or config_fields["num_blocks"]
             config_fields["speculation"] = replace(speculation, num_blocks=num_draft_blocks)
             config = EngineConfig(**config_fields)
@@ -106,6 +118,7 @@ def open_pair(
                     target.eos_token,
                     device,
                     max_in_flight,
+                    partition=draft_partition,
                 )
                 model = create_model(
                     loaded,
@@ -114,6 +127,7 @@ def open_pair(
                     device,
                     draft=draft_model,
                     host_memory=host_memory,
+                    partition=partition,
                 )
         # Modules of the draft are compiled too: with other heads they are others.
         modules = dict.fromkeys(loaded.prefill.to_compile + loaded_draft.prefill.to_compile)

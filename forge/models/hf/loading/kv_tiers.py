@@ -67,11 +67,13 @@ class TierSetup(NamedTuple):
     host_bytes     bytes of host memory for blocks; a HostTier of more host blocks is made smaller
     open_tiers     opens the tiers of a model with such blocks, until its context ends
     create_moves   returns the moves between a cache and a host pool
+    has_files      whether `open_tiers` opens files
     """
 
     host_bytes: int
     open_tiers: Callable[[BlockLayout], AbstractContextManager[KVTiers]]
     create_moves: CreateMoves = BlockMoves
+    has_files: bool = False
 
 
 class HostMemory(NamedTuple):
@@ -116,7 +118,9 @@ def create_tier_setup(options: TierOptions, enable_prefix_caching: bool) -> Tier
                 yield KVTiers(host_tier, moves, opened.keys)
 
     create_moves = CheckedMoves if options.check_kv else BlockMoves
-    return TierSetup(options.num_host_bytes, open_tiers, create_moves)
+    return TierSetup(
+        options.num_host_bytes, open_tiers, create_moves, options.kv_disk_path is not None
+    )
 
 
 def _with_fetch_cost(

@@ -65,12 +65,13 @@ from forge.models.hf.loading.kv_tiers import (
 from forge.models.hf.loading.loaded_decoder import LoadedDecoder
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_spec import resolve_config_fields, resolve_model_spec
+from forge.models.hf.loading.partition import WHOLE, Partition, partition_for
 from forge.models.hf.loading.recorded_decoder import create_record
 from forge.models.hf.model import HFModel
+from forge.models.hf.parallel.communicator import Communicator
 from forge.models.hf.progress import silence_transformers
 from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
 from forge.models.hf.runner.model_runner import ModelRunner
-from forge.models.hf.sampling.sampler import Sampler
 from forge.models.hf.tokenizer import HFTokenizer
 from forge.models.loaded_model import LoadedModel
 from forge.start_log import StartLog
@@ -93,6 +94,7 @@ def assemble_model(
     draft: HFModel | None = None,
     wrappers: FlashInferWrappers | None = None,
     host_memory: HostMemory = NO_HOST_MEMORY,
+    partition: Partition = WHOLE,
 ) -> HFModel:
     """Return the model with a KV cache, sampler and graphs of the config's geometry.
 
@@ -102,6 +104,7 @@ def assemble_model(
     draft           draft model, or None
     wrappers        as in `select_attention`
     host_memory     where moves go to and come from
+    partition       how the model is divided over ranks
     """
     kv_cache = KVCache(
         kv_cache_spec,
@@ -116,7 +119,7 @@ def assemble_model(
         decoder,
         attention,
         kv_cache,
-        Sampler(config.max_num_seqs, vocab_size, device),
+        partition.create_sampler(config.max_num_seqs, vocab_size, device),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_in_flight=max_in_flight,
     )
@@ -178,10 +181,12 @@ def open_inspected(
     device: torch.device,
     start: StartLog,
     key: RecordKey | None,
+    partition: Partition = WHOLE,
 ) -> Opening:
     """Return a model that transformers describes. Raise InvalidConfig for what cannot work.
 
-    key   what a record depends on, before any file was read; None: no record is written
+    key         what a record depends on, before any file was read; None: no record is written
+    partition   how the model is divided over ranks
     """
     register_attention()
     checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
@@ -209,7 +214,9 @@ def open_inspected(
             )
         write_record(new_key, record)
 
-    load = partial(load_decoder, checkpoint, config_fields, options, device, start, write)
+    load = partial(
+        load_decoder, checkpoint, config_fields, options, device, start, write, partition
+    )
     return Opening(tokenizer, config_fields, eos_token, load)
 
 
@@ -264,24 +271,32 @@ def open_model(
     options: DeviceOptions,
     start: StartLog | None = None,
     tiers: TierSetup | None = None,
+    communicator: Communicator | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the checkpoint's model, and close it when the context ends. Raise InvalidConfig.
 
-    overrides   fields of EngineConfig that the caller set
-    start       where the phases of the start are recorded
-    tiers       KV tiers; None: the `host_tier` of the overrides, without files
+    overrides      fields of EngineConfig that the caller set
+    start          where the phases of the start are recorded
+    tiers          KV tiers; None: the `host_tier` of the overrides, without files. Each rank has
+                   host memory of its own, of this size
+    communicator   ranks that divide the model, all of which open it with equal arguments; None:
+                   this process has it alone
     """
     start = start or StartLog()
+    partition = partition_for(communicator)
+    partition.check_options(options, tiers)
     with ExitStack() as exit_stack:
         with start.phase("configuration"):
             device = select_device(options.device)
             with silence_transformers():
                 folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
-            key = find_key(folder, overrides, options, device)
+            key = None
+            if partition.records_starts():
+                key = find_key(folder, overrides, options, device)
             record = None if key is None else read_record(key)
             if record is None:
                 exit_stack.enter_context(import_modelling_code(start))
-                opening = open_inspected(name, overrides, options, device, start, key)
+                opening = open_inspected(name, overrides, options, device, start, key, partition)
             else:
                 opening = open_recorded(record, folder, overrides, options, device, start)
         tokenizer, config_fields, eos_token, load = opening
@@ -295,12 +310,15 @@ def open_model(
                     host_memory = exit_stack.enter_context(opened)
             if "num_blocks" not in config_fields:
                 with start.phase("memory"):
-                    config_fields["num_blocks"] = compute_num_blocks(
+                    num_blocks = compute_num_blocks(
                         [loaded], config_fields, options.gpu_memory_utilization, device
                     )
+                    config_fields["num_blocks"] = partition.fewest(num_blocks, device)
             config = EngineConfig(**config_fields)
             with start.phase("graphs"):
-                model = create_model(loaded, config, eos_token, device, host_memory=host_memory)
+                model = create_model(
+                    loaded, config, eos_token, device, host_memory=host_memory, partition=partition
+                )
         with freeze_gc(), compile_missing_modules(loaded.prefill):
             yield LoadedModel(name, model, tokenizer, config, str(device), host_memory.disk_keys)
 
@@ -313,12 +331,14 @@ def create_model(
     max_in_flight: int = MAX_IN_FLIGHT,
     draft: HFModel | None = None,
     host_memory: HostMemory = NO_HOST_MEMORY,
+    partition: Partition = WHOLE,
 ) -> HFModel:
     """Return the loaded decoder's model on the config's geometry.
 
     max_in_flight   steps that may be in flight
     draft           draft model, or None
     host_memory     where moves go to and come from
+    partition       how the model is divided over ranks
     """
     speculation = config.speculation
     verifies_drafts = draft is not None or (
@@ -341,4 +361,5 @@ def create_model(
         draft=draft,
         wrappers=loaded.prefill.wrappers,
         host_memory=host_memory,
+        partition=partition,
     )

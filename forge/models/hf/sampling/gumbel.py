@@ -36,15 +36,16 @@ def draw_keys(seeds: Tensor, positions: Tensor, offsets: Tensor | int = 0) -> Te
     return _mix_in_place(_mix_in_place(_mix_in_place(seeds + _GOLDEN) + positions) + offsets)
 
 
-def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return the 32 bits of each token's noise, int64 [R, vocab_size]."""
-    steps = torch.arange(1, vocab_size + 1, device=keys.device).mul_(_GOLDEN)
+def noise_bits(keys: Tensor, num_tokens: int, first_token: int = 0) -> Tensor:
+    """Return the 32 bits of the noise of ids from `first_token` on, int64 [R, num_tokens]."""
+    first = first_token + 1
+    steps = torch.arange(first, first + num_tokens, device=keys.device).mul_(_GOLDEN)
     return _shift_right(_mix_in_place(keys[:, None] + steps), 32)
 
 
-def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise of every token, float64 [R, vocab_size]."""
-    uniform = noise_bits(keys, vocab_size).to(torch.float64).add_(0.5).mul_(2.0**-32)
+def gumbel_noise(keys: Tensor, num_tokens: int, first_token: int = 0) -> Tensor:
+    """Return standard Gumbel noise of ids from `first_token` on, float64 [R, num_tokens]."""
+    uniform = noise_bits(keys, num_tokens, first_token).to(torch.float64).add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 
 

@@ -364,12 +364,14 @@ __device__ Cut find_cut(Shared& s, u32* gaps, int first, int size, u32 rank, int
 // chunk         tokens of a CTA, a multiple of 8
 // scratch       [n, chunk] cells in global memory, or null. Only with CLUSTER 1
 // out_tokens    [n] 0 where the status is not STATUS_OK
+// first_token   id of the first logit of a row
+// out_scores    [n] or null. The score of each row's token; -inf where no token may be drawn
 // out_cuts      [n, 2] or null. The cut of each row: its gap, and a token up to which those with this
 //               gap are kept. Holds -1 before. Where it is given, tokens are not written
 extern "C" __global__ void ROW_CLUSTER __launch_bounds__(THREADS, 1024 / THREADS)
 sample(const logit_t* logits, i64 row_stride, const i64* rows, const int* slots, const int* positions,
        const i64* slot_table, const u32* raw_flags, int vocab_size, int chunk, u32* scratch,
-       int* out_tokens, int* out_status, int* out_cuts) {
+       int* out_tokens, int* out_status, int* out_cuts, i64 first_token, double* out_scores) {
   DYNAMIC_SHARED(memory);
   Shared& s = *(Shared*)memory;
   const u32 rank = cluster_rank();
@@ -392,7 +394,7 @@ sample(const logit_t* logits, i64 row_stride, const i64* rows, const int* slots,
   const u64 golden = 0x9E3779B97F4A7C15ull;
   const u64 key = mix(mix(mix((u64)params[0] + golden) + (u64)(i64)positions[row]));
 
-  auto noise_bits = [&](int i) { return (u32)(mix(key + (u64)(first + i + 1) * golden) >> 32); };
+  auto noise_bits = [&](int i) { return (u32)(mix(key + (u64)(first_token + first + i + 1) * golden) >> 32); };
   // The score in single precision; -inf only where the token is impossible.
   auto rough_score = [&](int i, float x) {
     if (!is_random) return x;
@@ -528,7 +530,8 @@ sample(const logit_t* logits, i64 row_stride, const i64* rows, const int* slots,
                        : !(flags & HAS_FINITE)  ? STATUS_NOTHING_ALLOWED
                                                 : STATUS_OK;
     if (!lane) {
-      out_tokens[row] = status == STATUS_OK ? best.token : 0;
+      out_tokens[row] = status == STATUS_OK ? (int)first_token + best.token : 0;
+      if (out_scores) out_scores[row] = best.score;
       out_status[row] = status;
     }
   }

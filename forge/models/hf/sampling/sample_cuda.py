@@ -91,6 +91,8 @@ class SampleKernels:
         *,
         rows: Tensor | None = None,
         raw_flags: Tensor | None = None,
+        first_token: int = 0,
+        out_scores: Tensor | None = None,
     ) -> None:
         """Write token and status of each of n rows: temperature, filters, noise, argmax.
 
@@ -102,9 +104,21 @@ class SampleKernels:
         out_status   [n] int32
         rows         [n] int64; rows of `logits`, or None: the first n
         raw_flags    [n] int32; result of `adjust`, where these logits are its result
+        first_token  id of the first logit of a row
+        out_scores   [n] float64; score of each row's token, where the caller compares parts of rows
         """
+        _check_arrays(torch.float64, out_scores)
         self._launch_sample(
-            logits, rows, slots, positions, slot_table, raw_flags, out_tokens, out_status
+            logits,
+            rows,
+            slots,
+            positions,
+            slot_table,
+            raw_flags,
+            out_tokens,
+            out_status,
+            first_token=first_token,
+            out_scores=out_scores,
         )
 
     def find_cuts(self, logits: Tensor, slots: Tensor, slot_table: Tensor) -> Cuts:
@@ -209,6 +223,8 @@ class SampleKernels:
         out_tokens: Tensor | None = None,
         out_status: Tensor | None = None,
         out_cuts: Tensor | None = None,
+        first_token: int = 0,
+        out_scores: Tensor | None = None,
     ) -> None:
         _check_arrays(torch.int32, slots, positions, raw_flags, out_tokens, out_status)
         _check_arrays(torch.int64, rows)
@@ -230,6 +246,8 @@ class SampleKernels:
             out_tokens,
             out_status,
             out_cuts,
+            first_token,
+            out_scores,
         )
 
     def _launch(

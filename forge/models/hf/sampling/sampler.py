@@ -156,7 +156,7 @@ class Sampler:
         A sequence with penalties has its history uploaded and counted here: as prompt before
         prompt_len, then as output.
         """
-        slot_params = self._slot_params[slot] = build_slot_params(bind, self._vocab_size)
+        slot_params = self._slot_params[slot] = self._build_slot_params(bind)
         params = bind.params
         for slots, needed in (
             (self.adjusted_slots, slot_params.adjusted_until > 0),
@@ -177,6 +177,9 @@ class Sampler:
             ),
         )
         self._penalties.bind(slot, bind)
+
+    def _build_slot_params(self, bind: Bind) -> SlotParams:
+        return build_slot_params(bind, self._vocab_size)
 
     def slot_bind(self, slot: int) -> Bind:
         """Return the bind of the sequence in the slot."""
@@ -288,7 +291,7 @@ class Sampler:
             sampled.index_copy_(1, index, parts)
         draft_distributions: list[DraftDistribution] = []
         remaining = [index for index, each in enumerate(is_fused) if not each]
-        for chunk in self.adjusted_chunks(logits, rows, remaining, logits_rows):
+        for chunk in self._whole_chunks(logits, rows, remaining, logits_rows):
             scores = chunk.logits
             if chunk.is_random:
                 scores = self.apply_filters(chunk)
@@ -363,15 +366,25 @@ class Sampler:
         row_indices: Sequence[int],
         logits_rows: Sequence[int] | None = None,
     ) -> Iterator[SamplingChunk]:
-        """Yield the rows of `row_indices` in chunks, after forge.sampling.process_logits.
+        """Return the rows of `row_indices` in chunks, after forge.sampling.process_logits.
 
         logits        [R, V] any float dtype; not changed
         rows          [n] only the first of a row's masks is read
-        row_indices   indices of the rows to yield, each in one chunk. Rows and chunks are in
+        row_indices   indices of the rows, each in one chunk. Rows and chunks are in
                       ascending order of `SlotParams.max_top_k`
         logits_rows   [n] row of the logits for each row; None: the first n
         Flushes slots first. Temperature and filters are left to `apply_filters`.
         """
+        return self._whole_chunks(logits, rows, row_indices, logits_rows)
+
+    def _whole_chunks(
+        self,
+        logits: Tensor,
+        rows: Sequence[Row],
+        row_indices: Sequence[int],
+        logits_rows: Sequence[int] | None,
+    ) -> Iterator[SamplingChunk]:
+        """Yield the chunks of `adjusted_chunks`."""
         self.flush_slots()
         params = {index: self._slot_params[rows[index].slot] for index in row_indices}
         for chunk_rows in group_rows(params, max(1, MAX_CHUNK_LOGITS // self._vocab_size)):

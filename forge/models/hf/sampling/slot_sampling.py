@@ -55,15 +55,20 @@ def sample_slots(
     slot_table: Tensor,
     out_tokens: Tensor,
     out_status: Tensor,
+    *,
+    first_token: int = 0,
+    out_scores: Tensor | None = None,
 ) -> None:
     """Write each row's token and status. Waits for the device, if there is one.
 
-    logits       [R, V] any float dtype
-    slots        [R] int32 or int64
-    positions    [R] int32 or int64; positions of the tokens to sample
-    slot_table   [slots, NUM_SLOT_FIELDS] int64
-    out_tokens   [R] any integer dtype; 0 where the status is not STATUS_OK
-    out_status   [R] any integer dtype; a status of sampling/status.py
+    logits        [R, V] any float dtype
+    slots         [R] int32 or int64
+    positions     [R] int32 or int64; positions of the tokens to sample
+    slot_table    [slots, NUM_SLOT_FIELDS] int64
+    out_tokens    [R] any integer dtype; 0 where the status is not STATUS_OK
+    out_status    [R] any integer dtype; a status of sampling/status.py
+    first_token   id of the first logit of a row
+    out_scores    [R] float64; score of each row's token, where the caller compares parts of a row
     """
     step = max(1, MAX_CHUNK_LOGITS // logits.shape[1])
     for start in range(0, len(logits), step):
@@ -71,16 +76,20 @@ def sample_slots(
         entries = slot_table[slots[chunk].long()]
         scores = logits[chunk].to(torch.float64, copy=True)
         status = logits_status(scores.amax(1))
-        _score_rows(scores, entries, positions[chunk])
-        out_tokens[chunk] = scores.argmax(1).masked_fill_(status != STATUS_OK, 0)
+        _score_rows(scores, entries, positions[chunk], first_token)
+        best = scores.argmax(1)
+        if out_scores is not None:
+            out_scores[chunk] = scores.gather(1, best[:, None])[:, 0]
+        out_tokens[chunk] = best.add_(first_token).masked_fill_(status != STATUS_OK, 0)
         out_status[chunk] = status
 
 
-def _score_rows(scores: Tensor, entries: Tensor, positions: Tensor) -> None:
+def _score_rows(scores: Tensor, entries: Tensor, positions: Tensor, first_token: int) -> None:
     """Replace logits by scores, in place: filters, temperature and noise.
 
-    scores    [n, V] float64
-    entries   [n, NUM_SLOT_FIELDS] rows of the slot table
+    scores        [n, V] float64
+    entries       [n, NUM_SLOT_FIELDS] rows of the slot table
+    first_token   id of the first score of a row
     """
     vocab_size = scores.shape[1]
     numbers = entries[:, 1:].view(torch.float64)
@@ -101,5 +110,6 @@ def _score_rows(scores: Tensor, entries: Tensor, positions: Tensor) -> None:
             scores[rows] = scores[rows].masked_fill_(kept_mask(gaps, cuts).logical_not_(), -inf)
     rows = (noise_scale > 0.0).nonzero()[:, 0]
     if len(rows):
-        noise = gumbel_noise(draw_keys(entries[rows, 0], positions[rows]), vocab_size)
+        keys = draw_keys(entries[rows, 0], positions[rows])
+        noise = gumbel_noise(keys, vocab_size, first_token)
         scores[rows] = scores[rows].mul_(numbers[rows, :1]).add_(noise)
