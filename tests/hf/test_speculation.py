@@ -115,6 +115,11 @@ def mix_tables(a: Any, b: Any, share: float) -> Any:
 
 @cache
 def create_llama(kind: str) -> Any:
+    """Return the decoder of `create_llama_module`, and its layers."""
+    return select_decoder(create_llama_module(kind), TorchOps(), 256)
+
+
+def create_llama_module(kind: str) -> Any:
     """Return two layers over 61 tokens.
 
     `near`: the same with different noise; `other`: unrelated.
@@ -138,7 +143,7 @@ def create_llama(kind: str) -> Any:
                 torch.randn(tensor.shape, generator=g, dtype=torch.float64) for g in (one, two)
             )
             tensor.copy_(0.35 * mix_tables(mine, theirs, shift) + (tensor.dim() == 1))
-    return select_decoder(module, TorchOps(), 256)
+    return module
 
 
 class Sizes(NamedTuple):

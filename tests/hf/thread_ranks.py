@@ -1,22 +1,29 @@
 """Ranks as threads of one process: quick, and every collective call can be counted.
 
-    rank 0 ─ all_gather ─┐ barrier ┌─ [a, b]
-    rank 1 ─ all_gather ─┘         └─ [a, b]
+rank 0 ─ all_gather ─┐ barrier ┌─ [a, b]
+rank 1 ─ all_gather ─┘         └─ [a, b]
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from forge.models.hf.decoders.module_decoder import ATTENTION_NAME
+from forge.models.hf.parallel.module_layout import find_layout
+from forge.models.hf.parallel.sharded_module import add_all_reduces, fill_module, shrink_module
+from forge.models.hf.parallel.sharding import Shard, Slice
+
 ResultT = TypeVar("ResultT")
 MAX_WAIT_S = 60
+CONSTRUCTION = threading.Lock()
 
 
 class Meeting:
@@ -95,3 +102,30 @@ def run_ranks(
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
     return [each.result() for each in futures]
+
+
+def divide_module(module: Any, communicator: ThreadCommunicator) -> Any:
+    """Return the rank's part of a module that is in memory."""
+    # transformers sets torch's default dtype meanwhile, for all threads.
+    with CONSTRUCTION, torch.device("meta"):
+        part = type(module)._from_config(
+            copy.deepcopy(module.config), dtype=module.dtype, attn_implementation=ATTENTION_NAME
+        )
+    layout = find_layout(part, Shard(communicator.rank, communicator.world_size))
+    whole = shrink_module(part, layout, communicator.rank)
+    tensors = dict(module.named_parameters())
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: select_part(tensors[name], layout.slices.get(name)) for name in names}
+
+    fill_module(part, whole, layout, module.device, read)
+    add_all_reduces(part, layout, communicator)
+    return part.requires_grad_(False).eval()
+
+
+def select_part(tensor: Tensor, part: Slice | None) -> Tensor:
+    """Return a slice of a tensor; None: all of it."""
+    if part is None:
+        return tensor
+    pieces = [tensor.narrow(part.dim, start, end - start) for start, end in part.intervals]
+    return torch.cat(pieces, dim=part.dim)

@@ -1,0 +1,285 @@
+"""A model divided over ranks: logits and tokens are those of one rank.
+
+Ranks are threads, each with an engine of its own that gets the same requests. In float64 no token
+may differ. The same over processes and gloo: test_gloo_ranks.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from forge.config import EngineConfig, Speculation  # noqa: E402
+from forge.engine import Engine  # noqa: E402
+from forge.errors import InvalidConfig  # noqa: E402
+from forge.models.hf.decoders.comparison import probe_logits  # noqa: E402
+from forge.models.hf.decoders.module_decoder import (  # noqa: E402
+    ATTENTION_NAME,
+    ModuleDecoder,
+    register_attention,
+)
+from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
+from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
+from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
+from forge.models.hf.loading.partition import (  # noqa: E402
+    WHOLE,
+    Partition,
+    ReplicatedModel,
+    ShardedModel,
+)
+from forge.models.hf.model import HFModel  # noqa: E402
+from forge.models.hf.ops.reference import TorchOps  # noqa: E402
+from forge.models.hf.parallel.sharded_decoder import ShardedDecoder  # noqa: E402
+from forge.request import Request, SamplingParams  # noqa: E402
+from forge.seam import COUPLED, REJECTION  # noqa: E402
+from tests.hf import test_speculation as drafting  # noqa: E402
+from tests.hf.families import create_module  # noqa: E402
+from tests.hf.test_model import EOS, VOCAB, BatchingVariant, prompt_of, run  # noqa: E402
+from tests.hf.thread_ranks import (  # noqa: E402
+    ThreadCommunicator,
+    create_communicators,
+    divide_module,
+    run_ranks,
+)
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+CPU = torch.device("cpu")
+DIVISIBLE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2")
+FUSED = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+NUM_LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    torch.set_num_threads(1)
+    register_attention()
+
+
+@cache
+def module_of(family: str, dtype: Any) -> Any:
+    return create_module(family, dtype, ATTENTION_NAME)
+
+
+@cache
+def whole_decoder(family: str, dtype: Any) -> Any:
+    return select_decoder(module_of(family, dtype), TorchOps(), 1024)
+
+
+def divided_decoder(module: Any, communicator: ThreadCommunicator) -> Any:
+    """Return this rank's decoder and layers."""
+    part = divide_module(module, communicator)
+    return select_decoder(part, TorchOps(), 1024, partition=ShardedModel(communicator))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", DIVISIBLE)
+def test_logits_are_within_1e_4_of_one_rank_with_two_all_reduces_a_layer(
+    family: str, ranks: int
+) -> None:
+    """With four ranks each of two key heads is on two, and the last rank has 76 ids, not 77."""
+    ids, positions = torch.arange(60, dtype=torch.int32) * 7 % VOCAB, range(60)
+
+    @torch.inference_mode()
+    def logits_of(communicator: ThreadCommunicator) -> tuple[Any, Any]:
+        decoder, layers = divided_decoder(module_of(family, torch.float32), communicator)
+        assert isinstance(decoder, ShardedDecoder if family in FUSED else ModuleDecoder)
+        communicator.calls.clear()
+        fast = probe_logits(decoder, ids, positions, layers, torch.float32)
+        assert communicator.calls == {"all_reduce": 2 * NUM_LAYERS}
+        plain = ModuleDecoder(divide_module(module_of(family, torch.float32), communicator))
+        communicator.calls.clear()
+        slow = probe_logits(plain, ids, positions, layers, torch.float32)
+        assert communicator.calls == {"all_reduce": 2 * NUM_LAYERS}
+        return fast, slow
+
+    decoder, layers = whole_decoder(family, torch.float32)
+    with torch.inference_mode():
+        expected = probe_logits(decoder, ids, positions, layers, torch.float32)
+    for parts in zip(*run_ranks(create_communicators(ranks), logits_of), strict=True):
+        assert float((torch.cat(parts, 1) - expected).abs().max()) < 1e-4
+
+
+def engine_of(
+    decoder_and_layers: Any,
+    variant: BatchingVariant,
+    dtype: Any,
+    partition: Partition = WHOLE,
+) -> Engine:
+    """Return an engine on a decoder, batching in that way."""
+    decoder, layers = decoder_and_layers
+    config = EngineConfig(
+        num_blocks=variant.blocks,
+        block_size=16,
+        max_num_seqs=variant.rows,
+        max_num_batched_tokens=variant.budget,
+        max_model_len=1024,
+        depth=variant.depth,
+    )
+    model = assemble_model(
+        decoder,
+        layers,
+        select_kv_cache_spec(layers, dtype, CPU),
+        config,
+        vocab_size=VOCAB,
+        eos_token=EOS,
+        device=CPU,
+        partition=partition,
+    )
+    return Engine(model, config)
+
+
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "logprobs": 3},
+    {"temperature": 1.0, "min_p": 0.1, "n": 2},
+    {"temperature": 0.0, "presence_penalty": 0.7, "repetition_penalty": 1.3, "logprobs": 0},
+    {"temperature": 0.9, "frequency_penalty": 0.5, "top_k": 9},
+    {"temperature": 1.0, "logit_bias": {7: 3.0, 300: 2.0}, "min_tokens": 20},
+    {"temperature": 1.0, "allowed_token_ids": list(range(140, 170))},
+    {"temperature": 0.7, "prompt_logprobs": 2},
+    {"temperature": 0.0, "min_tokens": 12, "stop_token_ids": [5, 9, 200], "ignore_eos": False},
+)
+
+
+def some_requests() -> list[Request]:
+    """One request for each of PARAMS. Two prompts share their beginning."""
+    shared = prompt_of(40)
+    prompts = [prompt_of(3 + 11 * index) for index in range(len(PARAMS) - 2)]
+    prompts += [[*shared, 11], [*shared, 12, 13]]
+    return [
+        Request(
+            index,
+            tuple(prompt),
+            SamplingParams(**{"max_tokens": 24, "ignore_eos": True, "seed": index, **params}),
+        )
+        for index, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True))
+    ]
+
+
+def outcome_of(engine: Engine, requests: list[Request]) -> Any:
+    """Return what each request gained, log probabilities rounded, and the log of plans."""
+    outcome = run(engine, *requests)
+    gained = [
+        (
+            delta.request_id,
+            delta.choice,
+            delta.tokens,
+            delta.error,
+            [(s.token, round(s.logprob, 6), [t for t, _ in s.top]) for s in delta.logprobs],
+            [(s.token, round(s.logprob, 6), [t for t, _ in s.top]) for s in delta.prompt_logprobs],
+        )
+        for delta in outcome.deltas
+    ]
+    return gained, outcome.plans
+
+
+VARIANTS = {
+    "together": BatchingVariant(1, 128, 11, 256),
+    "small chunks, preempted, planned ahead": BatchingVariant(2, 20, 6, 9, preempts=True),
+}
+
+
+QUICK_CASES = {
+    ("llama", 2, "together"),
+    ("qwen3", 4, "small chunks, preempted, planned ahead"),
+    ("gemma2", 2, "together"),
+}
+"""Cases that come to everything that the others do."""
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "name"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case not in QUICK_CASES))
+        for case in product(("llama", "qwen3", "gemma2"), (2, 4), VARIANTS)
+    ],
+)
+def test_every_request_gains_what_it_gains_on_one_rank(family: str, ranks: int, name: str) -> None:
+    """Ragged batches with every sampling parameter: equal tokens, scores and plans on all ranks."""
+    variant = VARIANTS[name]
+    requests = some_requests()
+    expected, plans = outcome_of(
+        engine_of(whole_decoder(family, torch.float64), variant, torch.float64), requests
+    )
+    assert any(plan.preempted for plan in plans) == variant.preempts
+
+    def serve(communicator: ThreadCommunicator) -> Any:
+        decoder = divided_decoder(module_of(family, torch.float64), communicator)
+        partition = ShardedModel(communicator)
+        return outcome_of(engine_of(decoder, variant, torch.float64, partition), requests)
+
+    for gained, rank_plans in run_ranks(create_communicators(ranks), serve):
+        assert gained == expected
+        assert rank_plans == plans
+
+
+@pytest.mark.parametrize("acceptance", [COUPLED, REJECTION])
+@pytest.mark.parametrize("kind", ["filters", "sampled", "greedy penalties"])
+def test_drafts_are_accepted_as_on_one_rank(kind: str, acceptance: str) -> None:
+    """The target is divided over two ranks, its draft is whole on both."""
+    sizes = drafting.Sizes(22, 4, 64, 2)
+    config = drafting.config_of(sizes, Speculation(num_tokens=3, acceptance=acceptance))
+
+    def engine_for(target: Any, whole: Partition, divided: Partition) -> Engine:
+        def model_for(decoder: Any, partition: Partition, draft: Any = None) -> HFModel:
+            return assemble_model(
+                *decoder,
+                select_kv_cache_spec(decoder[1], torch.float64, CPU),
+                config,
+                vocab_size=61,
+                eos_token=drafting.EOS,
+                device=CPU,
+                draft=draft,
+                partition=partition,
+            )
+
+        draft = model_for(drafting.create_llama("near"), whole)
+        return Engine(model_for(target, divided, draft), config)
+
+    requests = drafting.requests_of(kind)
+    plain = drafting.create_llama("same")
+    expected = drafting.run(engine_for(plain, WHOLE, WHOLE), requests)
+    assert 0 < expected.acceptance_rate < 1
+
+    def serve(communicator: ThreadCommunicator) -> drafting.ServedRun:
+        target = divided_decoder(drafting.create_llama_module("same"), communicator)
+        partition = ShardedModel(communicator)
+        engine = engine_for(target, ReplicatedModel(communicator), partition)
+        return drafting.run(engine, requests)
+
+    for served in run_ranks(create_communicators(2), serve):
+        assert served.tokens == expected.tokens and not served.errors
+        assert served.draft_counts == expected.draft_counts
+        for request, scores in expected.scores.items():
+            drafting.same_scores(served.scores[request], scores)
+
+
+def test_a_row_that_is_not_finite_on_one_rank_fails_on_all() -> None:
+    """Id 300, of the last rank alone, has a logit of NaN. Nothing else has a token from it."""
+    module = create_module("llama", torch.float64, ATTENTION_NAME)
+    module.lm_head.weight.data[300] = float("nan")
+    requests = [Request(0, tuple(prompt_of(5)), SamplingParams(max_tokens=4, temperature=0.0))]
+
+    def serve(communicator: ThreadCommunicator) -> Any:
+        part = ModuleDecoder(divide_module(module, communicator))
+        decoder = (part, part.inspect_layers())
+        partition = ShardedModel(communicator)
+        return outcome_of(
+            engine_of(decoder, VARIANTS["together"], torch.float64, partition), requests
+        )[0]
+
+    for gained in run_ranks(create_communicators(2), serve):
+        assert [each[3] for each in gained] == ["the model's logits are not finite: NaN"]
+
+
+def test_families_whose_layers_are_not_known_to_be_divisible_are_refused_by_name() -> None:
+    (one, _) = create_communicators(2)
+    for family, kind in (("olmo2", "Olmo2ForCausalLM"), ("gpt2", "GPT2LMHeadModel")):
+        with pytest.raises(InvalidConfig, match=f"tensor_parallel_size: the layers of {kind}"):
+            divide_module(module_of(family, torch.float32), one)
