@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forge.models.hf.decoders.module_decoder import ATTENTION_NAME
+from forge.models.hf.parallel.communicator import add_parts
 from forge.models.hf.parallel.module_layout import find_layout
 from forge.models.hf.parallel.sharded_module import add_all_reduces, fill_module, shrink_module
 from forge.models.hf.parallel.sharding import Shard, Slice
@@ -47,14 +48,16 @@ class ThreadCommunicator:
         self.world_size = meeting.world_size
         self.calls: Counter[str] = Counter()
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, in the order of ranks."""
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of every rank's `x`, in the order of ranks, plus the residual."""
         self.calls["all_reduce"] += 1
-        parts = self._exchange(x)
-        total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
-        for part in parts[1:]:
-            total = total + part
-        return total.to(x.dtype)
+        return add_parts(torch.stack(self._exchange(x)), residual)
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return None: there is no such kernel."""
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's `x`."""

@@ -247,11 +247,23 @@ class FusedDecoder:
         """Return y @ w.T + bias + residual: attention's or the MLP's last product, few rows."""
         return self._ops.linear_small(y, w, bias=bias, residual=residual)
 
-    def _output(
-        self, y: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
+    def _add_output(
+        self, y: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """Return y @ w.T + bias: attention's or the MLP's last product, many rows."""
-        return self._ops.linear(y, w, bias)
+        """Return y @ w.T + bias + residual: attention's or the MLP's last product, many rows."""
+        return residual + self._ops.linear(y, w, bias)
+
+    def _add_output_norm(
+        self,
+        y: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return y @ w.T + bias + residual and its norm. The residual may be overwritten."""
+        y = self._ops.linear(y, w, bias)
+        return residual, self._ops.add_rms_norm(y, residual, norm_weight, self._eps)
 
     @property
     def device(self) -> torch.device:
@@ -283,12 +295,14 @@ class FusedDecoder:
             a = self._attend(index, ops.linear(h, layer.qkv, layer.qkv_bias), positions, context)
             if index == last:
                 a, x = a[logits_indices], x[logits_indices]
-            o = self._output(a, layer.o, layer.o_bias)
-            h = ops.add_rms_norm(o, x, layer.post_norm, eps)
-            m = self._output(ops.gate_up(h, layer.gate_up), layer.down)
+            x, h = self._add_output_norm(a, layer.o, layer.o_bias, x, layer.post_norm)
+            m = ops.gate_up(h, layer.gate_up)
             if index < last:
-                h = ops.add_rms_norm(m, x, self._layers[index + 1].input_norm, eps)
-        return x + m
+                next_norm = self._layers[index + 1].input_norm
+                x, h = self._add_output_norm(m, layer.down, None, x, next_norm)
+            else:
+                x = self._add_output(m, layer.down, None, x)
+        return x
 
 
 def _stack_weights(

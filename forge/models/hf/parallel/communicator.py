@@ -33,11 +33,23 @@ class Communicator(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`: `x` itself, overwritten, or another tensor.
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of every rank's `x`, plus the residual, which is equal on all ranks.
 
-        Added in the order of ranks, so that every rank returns equal bits. The result is valid
-        until the next call.
+        The result is `x`, overwritten, or another tensor, valid until the next call. Added in the
+        order of ranks, so that every rank returns equal bits. The residual is not changed.
+        """
+        ...
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the result of `all_reduce` and its RMS norm, from one kernel.
+
+        x, residual   [tokens, H]
+        weight        [H]
+        Return None, with nothing launched, where no such kernel takes these tensors. Equal on all
+        ranks.
         """
         ...
 
@@ -48,6 +60,19 @@ class Communicator(Protocol):
     def broadcast(self, x: Tensor, source: int = 0) -> None:
         """Overwrite `x` with that of rank `source`."""
         ...
+
+
+def add_parts(parts: Tensor, residual: Tensor | None) -> Tensor:
+    """Return the sum of all ranks' parts in their order, in float32 or wider, and the residual.
+
+    parts   [world_size, ...]
+    """
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    if residual is not None:
+        total = total + residual
+    return total.to(parts.dtype)
 
 
 class GlooCommunicator:
@@ -61,13 +86,15 @@ class GlooCommunicator:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, equal on every rank."""
-        parts = self.all_gather(x)
-        total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
-        for part in parts[1:]:
-            total = total + part
-        return total.to(x.dtype)
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of every rank's `x`, plus the residual."""
+        return add_parts(self.all_gather(x), residual)
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return None: there is no such kernel."""
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's `x`, [world_size, *x.shape]."""

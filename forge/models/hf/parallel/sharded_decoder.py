@@ -37,14 +37,29 @@ class ShardedDecoder(FusedDecoder):
         self, y: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum over ranks of y @ w.T + bias, and the residual added to it."""
-        partial_sum = self._ops.linear_small(y, w, bias=bias)
-        return self._communicator.all_reduce(partial_sum) + residual
+        return self._communicator.all_reduce(self._ops.linear_small(y, w, bias=bias), residual)
 
-    def _output(
-        self, y: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
+    def _add_output(
+        self, y: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum over ranks of y @ w.T + bias."""
-        return self._communicator.all_reduce(self._ops.linear(y, w, bias))
+        """Return the sum over ranks of y @ w.T + bias, and the residual added to it."""
+        return self._communicator.all_reduce(self._ops.linear(y, w, bias), residual)
+
+    def _add_output_norm(
+        self,
+        y: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum over ranks of y @ w.T + bias, plus the residual, and its norm."""
+        partial_sum = self._ops.linear(y, w, bias)
+        fused = self._communicator.all_reduce_norm(partial_sum, residual, norm_weight, self._eps)
+        if fused is not None:
+            return fused
+        total = self._communicator.all_reduce(partial_sum)
+        return residual, self._ops.add_rms_norm(total, residual, norm_weight, self._eps)
 
     def warmup_calls(self, kv_cache: KVCache) -> Iterator[Callable[[], object]]:
         """Yield calls that together compile every operation in every form that a step may need.
