@@ -42,7 +42,7 @@ LIMIT_S = 540.0
 POLL_S = 0.2
 
 
-def create_job(folder: str, device: str, cells: Cells, options: Options) -> dict[str, Any]:
+def create_job(folder: str, cells: Cells, options: Options) -> dict[str, Any]:
     """Return what every rank measures, as JSON values.
 
     folder    folder of the checkpoint
@@ -51,7 +51,6 @@ def create_job(folder: str, device: str, cells: Cells, options: Options) -> dict
     fields: dict[str, Any] = dict(options)
     return {
         "folder": folder,
-        "device": device,
         "seed": cells.seed,
         "warm_up": [list(each) for each in cells.warm_up],
         "throughput": [list(each) for each in cells.throughput],
@@ -153,19 +152,20 @@ def compare_tokens(
 def measure(
     model: str,
     world_sizes: Sequence[int],
-    device: str,
+    machine: Mapping[str, Any],
     cells: Cells,
     options: Options,
     limit_s: float = LIMIT_S,
 ) -> dict[str, Any]:
     """Return the figures of each number of ranks, and the comparisons with the first.
 
+    machine   device, and ways to sum
     options   in place of the cells' defaults
     """
-    figures: dict[str, Any] = {"shape": os.path.basename(model.rstrip("/")), "device": device}
+    figures: dict[str, Any] = {"shape": os.path.basename(model.rstrip("/")), **machine}
     with tempfile.TemporaryDirectory() as root:
         folder = str(write_shape(model, root)) if model in SHAPES else model
-        job = create_job(folder, device, cells, {**defaults(model, cells), **options})
+        job = {**machine} | create_job(folder, cells, {**defaults(model, cells), **options})
         runs = {size: run_ranks(size, job, limit_s) for size in world_sizes}
     base = runs[world_sizes[0]]
     for size, run in runs.items():
@@ -189,6 +189,9 @@ def run_cli(words: Sequence[str] | None = None, cells: Cells | None = None) -> i
     parser.add_argument("--ranks", default="1,2", help="numbers of GPUs; default 1,2")
     parser.add_argument("--cells", default="b1,b64,b256,c64,c256", help="cells of cells.json")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument(
+        "--sums", default="one_shot,symmetric,nccl", help="ways to sum over GPUs, in this order"
+    )
     parser.add_argument("--max-model-len", type=int, default=8192, help="default 8192")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each number")
     parser.add_argument("--json", help="file for the figures")
@@ -197,7 +200,8 @@ def run_cli(words: Sequence[str] | None = None, cells: Cells | None = None) -> i
         world_sizes = [int(each) for each in args.ranks.split(",")]
         chosen = cells or Cells.read().select(args.cells.split(","))
         options: Options = {"max_model_len": args.max_model_len}
-        figures = measure(args.model, world_sizes, args.device, chosen, options, args.limit)
+        job = {"device": args.device, "sums": args.sums.split(",")}
+        figures = measure(args.model, world_sizes, job, chosen, options, args.limit)
     except (ForgeError, OSError, ValueError) as error:
         print(f"forge.bench.tensor_parallel: {error}", file=sys.stderr)
         return 1

@@ -148,7 +148,7 @@ def run_rank(job: Mapping[str, Any]) -> None:
         if world_size > 1:
             group = stack.enter_context(open_group(rank, world_size, job["address"], device))
             communicator = (
-                create_cuda_communicator(group, device)
+                create_cuda_communicator(group, device, job["sums"])
                 if device.type == "cuda"
                 else GlooCommunicator(group)
             )

@@ -16,9 +16,9 @@ allocated once. Multicast is off: see forge/models/rank_devices.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class Reducer(Protocol):
         ...
 
 
+@runtime_checkable
 class NormReducer(Reducer, Protocol):
     """A way to sum over ranks that norms the sum too."""
 
@@ -131,18 +132,13 @@ class CudaCommunicator:
     """Ranks of a process group of NCCL, one GPU each.
 
     reducers   ways to sum, in the order in which they are tried; the last takes all tensors
-    fused      sums with a norm, or None
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        reducers: Sequence[Reducer],
-        fused: NormReducer | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, reducers: Sequence[Reducer]) -> None:
         self._group = group
         self._reducers = tuple(reducers)
-        self._fused = fused
+        first = reducers[0]
+        self._fused = first if isinstance(first, NormReducer) else None
         self.rank, self.world_size = group.rank(), group.size()
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -213,20 +209,42 @@ def restore_numbers(numbers: Tensor, dtype: torch.dtype, shape: Sequence[int]) -
     return raw[..., :num_bytes].contiguous().view(dtype).view(tuple(shape))
 
 
-def create_cuda_communicator(group: dist.ProcessGroup, device: torch.device) -> CudaCommunicator:
+def create_one_shot(group: dist.ProcessGroup, device: torch.device) -> Reducer:
+    """Return this package's kernels, which add the residual and the norm too."""
+    # The bindings of CUDA are installed only where torch has CUDA.
+    from forge.models.hf.parallel.all_reduce import OneShotAllReduce
+
+    return OneShotAllReduce(group, device, ONE_SHOT_BYTES)
+
+
+CREATE_REDUCER: Mapping[str, Callable[[dist.ProcessGroup, torch.device], Reducer]] = {
+    "one_shot": create_one_shot,
+    "symmetric": SymmetricReducer,
+    "nccl": lambda group, device: NcclReducer(group),
+}
+"""Ways to sum by name, in the order in which they are tried."""
+
+
+def create_cuda_communicator(
+    group: dist.ProcessGroup, device: torch.device, names: Sequence[str] = tuple(CREATE_REDUCER)
+) -> CudaCommunicator:
     """Return the communicator of this rank. A collective call: every rank makes it.
 
-    Where GPUs cannot map each other's memory, NCCL sums everything, which is said in the log.
+    names   ways to sum, of CREATE_REDUCER; the last takes all tensors
+    Where GPUs cannot map each other's memory, the last sums everything, which is said in the log.
     """
-    nccl = NcclReducer(group)
-    reducers: tuple[Reducer, ...] = (nccl,)
+    reducers: list[Reducer] = []
     try:
-        reducers = (SymmetricReducer(group, device), nccl)
+        reducers = [CREATE_REDUCER[name](group, device) for name in names]
     except RuntimeError as error:
-        log.warning("no symmetric memory, so NCCL sums all messages: %s", one_line(error))
-    fewest = torch.tensor([len(reducers)], device=device)
-    dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
-    return CudaCommunicator(group, reducers[-int(fewest) :])
+        log.warning("GPUs share no memory: %s", one_line(error))
+    # A rank that fails alone would sum in another way than the others.
+    num_ready = torch.tensor([len(reducers)], device=device)
+    dist.all_reduce(num_ready, dist.ReduceOp.MIN, group=group)
+    if int(num_ready) < len(names):
+        log.warning("%s sums all messages", names[-1])
+        reducers = [CREATE_REDUCER[names[-1]](group, device)]
+    return CudaCommunicator(group, reducers)
 
 
 @contextmanager
