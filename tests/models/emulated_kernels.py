@@ -105,14 +105,28 @@ class Kernels:
     ) -> list[tuple[int, int]]:
         """Return token and status of each row. `keys` are seeds and positions."""
         tokens, statuses = (array("i", [-5] * (len(params) + 1)) for _ in range(2))
-        self._sample(logits, params, keys, rows, raw_flags, tokens, statuses, None)
+        self._sample(logits, params, keys, rows, raw_flags, tokens, statuses, None, 0, None)
         assert tokens.pop() == statuses.pop() == -5
         return list(zip(tokens, statuses, strict=True))
+
+    def sample_part(
+        self,
+        logits: Matrix,
+        params: Sequence[SamplingParams],
+        keys: Sequence[tuple[int, int]],
+        first_token: int,
+    ) -> list[tuple[float, int, int]]:
+        """Return score, token and status of each row, whose logits begin at id `first_token`."""
+        tokens, statuses = (array("i", [-5] * len(params)) for _ in range(2))
+        scores = array("d", [-5.0] * (len(params) + 1))
+        self._sample(logits, params, keys, None, None, tokens, statuses, None, first_token, scores)
+        assert scores.pop() == -5.0
+        return list(zip(scores, tokens, statuses, strict=True))
 
     def kept_tokens(self, logits: Matrix, params: Sequence[SamplingParams]) -> list[list[int]]:
         """Return the tokens of each row that the filters keep."""
         cuts = array("i", [-1, -1] * len(params))
-        self._sample(logits, params, [(0, 0)] * len(params), None, None, None, None, cuts)
+        self._sample(logits, params, [(0, 0)] * len(params), None, None, None, None, cuts, 0, None)
         return [
             [
                 token
@@ -128,9 +142,9 @@ class Kernels:
         params: Sequence[SamplingParams],
         keys: Sequence[tuple[int, int]],
         rows: Sequence[int] | None,
-        *arrays: array[Any] | None,
+        raw_flags: array[int] | None,
+        *outputs: array[Any] | int | None,
     ) -> None:
-        raw_flags, *outputs = arrays
         slots = self._rng.sample(range(2 * len(params)), len(params))
         table = bytearray(b"\xee" * 48 * 2 * len(params))
         for slot, each, (seed, _) in zip(slots, params, keys, strict=True):

@@ -173,6 +173,31 @@ def test_tokens_are_those_of_the_normative_arithmetic(kernels: Kernels) -> None:
         )
 
 
+def test_the_best_of_two_parts_of_a_row_is_the_best_of_the_row(kernels: Kernels) -> None:
+    """Noise depends on the id in the whole row. Of equal scores the lower id is the better."""
+    rng = Random(12)
+    num_equal = 0
+    for index in range(30):
+        size = rng.choice((2, 9, 64, 300, 1000))
+        cut = rng.randrange(1, size)
+        rows = [some_logits(rng, size, rng.choice(("gauss", "equal", "ties"))) for _ in range(4)]
+        whole = Matrix(rows, kernels.variant.logit_type, aligned=True)
+        parts = [
+            Matrix([row[start:end] for row in rows], kernels.variant.logit_type, aligned=aligned)
+            for start, end, aligned in ((0, cut, True), (cut, size, index % 2 == 0))
+        ]
+        params = [SamplingParams(temperature=rng.choice((0.0, 0.7, 1.3))) for _ in rows]
+        keys = some_keys(rng, 4)
+        low, high = (
+            kernels.sample_part(part, params, keys, first)
+            for part, first in zip(parts, (0, cut), strict=True)
+        )
+        num_equal += sum(a[0] == b[0] for a, b in zip(low, high, strict=True))
+        merged = [(a if a[0] >= b[0] else b)[1:] for a, b in zip(low, high, strict=True)]
+        assert merged == expected_samples(whole.rows, params, keys)
+    assert num_equal > 5
+
+
 def test_rows_that_are_not_finite_have_a_status_and_no_token(kernels: Kernels) -> None:
     rng = Random(12)
     for size in (1, 7, 300):
