@@ -1,4 +1,4 @@
-"""One model on one and on several GPUs: step times, throughput, and the share of all-reduces.
+"""Measurement of a model on one and on several GPUs: steps, throughput, share of all-reduces.
 
 Owns the processes and the comparison. What a rank measures is in forge.bench.tensor_parallel_rank.
 

@@ -1,4 +1,4 @@
-"""One rank of forge.bench.tensor_parallel: an engine on its part of a model, and its figures.
+"""Rank of forge.bench.tensor_parallel: an engine on its part of a model, and its figures.
 
 Owns what a rank measures. Every rank makes the same calls in the same order; rank 0 writes a file.
 

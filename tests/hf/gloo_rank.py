@@ -1,4 +1,4 @@
-"""One rank of test_gloo_ranks.py: opens a checkpoint with the other ranks and serves requests."""
+"""Rank of test_gloo_ranks.py: opens a checkpoint with the other ranks and serves requests."""
 
 from __future__ import annotations
 

@@ -35,8 +35,11 @@ from forge.models.hf.loading.partition import (  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.models.hf.parallel.sharded_decoder import ShardedDecoder  # noqa: E402
+from forge.models.hf.parallel.sharded_sampler import ShardedSampler  # noqa: E402
+from forge.models.hf.parallel.sharding import Shard, VocabShard  # noqa: E402
+from forge.models.hf.sampling.sampler import Sampler  # noqa: E402
 from forge.request import Request, SamplingParams  # noqa: E402
-from forge.seam import COUPLED, REJECTION  # noqa: E402
+from forge.seam import COUPLED, REJECTION, Bind, Row  # noqa: E402
 from tests.hf import test_speculation as drafting  # noqa: E402
 from tests.hf.families import create_module  # noqa: E402
 from tests.hf.test_model import EOS, VOCAB, BatchingVariant, prompt_of, run  # noqa: E402
@@ -217,6 +220,51 @@ def test_every_request_gains_what_it_gains_on_one_rank(family: str, ranks: int, 
     for gained, rank_plans in run_ranks(create_communicators(ranks), serve):
         assert gained == expected
         assert rank_plans == plans
+
+
+def test_random_rows_draw_on_two_ranks_what_they_draw_on_one() -> None:
+    """Rows without and with filters, over logits of which each rank has a part."""
+    rng = torch.Generator().manual_seed(7)
+    logits = torch.randn(6, VOCAB, generator=rng, dtype=torch.float64) * 2
+    logits[2] = 1.0  # Equal logits: the lower id.
+    params = [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, top_k=5),
+        SamplingParams(temperature=1.3, top_p=0.5),
+        SamplingParams(temperature=1.0, min_p=0.2),
+    ]
+    slots = torch.arange(6, dtype=torch.int32)
+    rows = [Row(slot, 0, slot, 10, (3,)) for slot in range(6)]
+
+    def draw(sampler: Sampler, part: Any) -> list[Any]:
+        for slot, each in enumerate(params):
+            sampler.bind(slot, Bind(each, 100 + slot, 2, (EOS,)))
+        sampler.flush_slots()
+        tokens, status = torch.zeros(2, 6, dtype=torch.int32)
+        drawn = []
+        for position in range(11, 31):
+            sampler.sample_slots(part, slots, torch.full_like(slots, position), tokens, status)
+            drawn.append(tokens.tolist())
+            adjusted = [row for row in rows if sampler.is_adjusted(row)]
+            if adjusted:
+                moved = [row._replace(start=position - 1) for row in adjusted]
+                output = sampler.sample(part, moved, [row.slot for row in moved])
+                for row, token in zip(moved, output.tokens.tolist(), strict=True):
+                    drawn[-1][row.slot] = token
+        return drawn
+
+    def serve(communicator: ThreadCommunicator) -> list[Any]:
+        vocab = VocabShard.of(Shard(communicator.rank, 2), VOCAB)
+        sampler = ShardedSampler(communicator, 6, VOCAB, CPU)
+        return draw(sampler, logits[:, vocab.first : vocab.end])
+
+    expected = draw(Sampler(6, VOCAB, CPU), logits)
+    assert len({tuple(each) for each in expected}) > 15
+    assert any(token >= 154 for each in expected for token in each[:2])
+    for drawn in run_ranks(create_communicators(2), serve):
+        assert drawn == expected
 
 
 @pytest.mark.parametrize("acceptance", [COUPLED, REJECTION])

@@ -1,6 +1,7 @@
 """Hugging Face models as forge.seam.Model: plain torch on a CPU, Triton and FlashInfer on a GPU.
 
     loading              a start: checkpoint, weights, blocks, graphs; a model with its draft
+    parallel             parts of a model on several devices, and sums over them
     model                HFModel: the four methods of forge.seam
     block_moves          stores and loads on streams of their own, spills and fetches
     host_pool            blocks in pinned host memory

@@ -31,7 +31,7 @@ from forge.models.hf.sampling.sampler import Sampler
 
 
 class Partition(Protocol):
-    """How a model is divided over ranks."""
+    """Division of a model over the ranks that serve it."""
 
     def create_decoder(self, *parts: Any) -> FusedDecoder:
         """Return the decoder of these arguments of FusedDecoder."""

@@ -33,7 +33,7 @@ REMEDY = "Serve it on one device, or serve a Llama, Mistral, Phi-3, Qwen2, Qwen3
 
 
 class ModuleLayout(NamedTuple):
-    """One rank's part of a module.
+    """Part of a module that one rank has.
 
     slices       part of each divided parameter, by its name in `named_parameters`
     partial      names of the linear modules whose outputs are partial sums

@@ -1,4 +1,4 @@
-"""One rank's module: a ...ForCausalLM of transformers that holds its part of the weights.
+"""Module of one rank: a ...ForCausalLM of transformers that holds its part of the weights.
 
 Owns the change of a module in place: smaller parameters, fewer heads, and an all-reduce after each
 partial sum. Knows no files: `read` fills the parameters.

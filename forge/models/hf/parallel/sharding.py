@@ -52,7 +52,7 @@ class HeadCounts(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """One rank's part of a model with `world_size` ranks."""
+    """Part of one rank in a model with `world_size` ranks."""
 
     rank: int
     world_size: int
