@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from forge.config import EngineConfig, Speculation  # noqa: E402
+from forge.config import EngineConfig, HostTier, Speculation  # noqa: E402
 from forge.engine import Engine  # noqa: E402
 from forge.errors import InvalidConfig  # noqa: E402
 from forge.models.hf.decoders.comparison import probe_logits  # noqa: E402
@@ -23,8 +23,10 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     ModuleDecoder,
     register_attention,
 )
+from forge.models.hf.host_pool import HostPool, allocate_slabs  # noqa: E402
 from forge.models.hf.loading.decoder_loader import select_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
+from forge.models.hf.loading.kv_tiers import HostMemory  # noqa: E402
 from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.models.hf.loading.partition import (  # noqa: E402
     WHOLE,
@@ -306,6 +308,54 @@ def test_drafts_are_accepted_as_on_one_rank(kind: str, acceptance: str) -> None:
         assert served.draft_counts == expected.draft_counts
         for request, scores in expected.scores.items():
             drafting.same_scores(served.scores[request], scores)
+
+
+def test_prefixes_come_back_from_the_host_memory_of_each_rank() -> None:
+    """Six blocks hold one prompt; twelve in host memory hold four, each rank's its own heads."""
+    config = EngineConfig(
+        num_blocks=6,
+        block_size=8,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        depth=2,
+        host_tier=HostTier(num_blocks=12, min_clean_percent=100, min_touches=1),
+    )
+    prompts = [tuple(range(20 * index + 3, 20 * index + 20)) for index in range(4)]
+
+    def serve(decoder_and_layers: Any, partition: Partition) -> tuple[list[Any], int]:
+        decoder, layers = decoder_and_layers
+        spec = select_kv_cache_spec(layers, torch.float64, CPU)
+        block_bytes = spec.bytes_per_token * config.block_size
+        slabs = allocate_slabs(12 * block_bytes, is_pinned=False, block_bytes=block_bytes)
+        model = assemble_model(
+            decoder,
+            layers,
+            spec,
+            config,
+            vocab_size=VOCAB,
+            eos_token=EOS,
+            device=CPU,
+            host_memory=HostMemory(HostPool(slabs, block_bytes), None),
+            partition=partition,
+        )
+        engine, found, num_loads = Engine(model, config), [], 0
+        for index in range(8):
+            params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+            outcome = run(engine, Request(index, prompts[index % 4], params))
+            found.append(outcome.tokens(index))
+            num_loads += sum(len(plan.loads) for plan in outcome.plans)
+        return found, num_loads
+
+    expected, num_loads = serve(whole_decoder("qwen3", torch.float64), WHOLE)
+    assert expected[:4] == expected[4:] and num_loads >= 4
+
+    def serve_rank(communicator: ThreadCommunicator) -> tuple[list[Any], int]:
+        decoder = divided_decoder(module_of("qwen3", torch.float64), communicator)
+        return serve(decoder, ShardedModel(communicator))
+
+    for served in run_ranks(create_communicators(2), serve_rank):
+        assert served == (expected, num_loads)
 
 
 def test_a_row_that_is_not_finite_on_one_rank_fails_on_all() -> None:
