@@ -16,7 +16,11 @@ from forge.models.hf.parallel.cuda_communicator import (  # noqa: E402
     exact_numbers,
     restore_numbers,
 )
-from forge.models.hf.parallel.sharded_sampler import BestTokens, merge_best  # noqa: E402
+from forge.models.hf.parallel.sharded_sampler import (  # noqa: E402
+    BestTokens,
+    create_ranking,
+    merge_best,
+)
 from forge.models.rank_devices import RANK_VARIABLES  # noqa: E402
 from tests.hf.thread_ranks import ThreadCommunicator, create_communicators, run_ranks  # noqa: E402
 
@@ -89,21 +93,27 @@ def test_a_sum_is_rounded_once_and_in_the_order_of_ranks() -> None:
     assert add_parts(parts[:2], parts[2]).tolist() == [258.0]
 
 
+def merge(scores: Any, tokens: Any, status: Any) -> Any:
+    """Return token and status of each row."""
+    out = torch.full((2, scores.shape[1]), -5, dtype=torch.int32)
+    parts = BestTokens(torch.zeros(0), scores, tokens, status)
+    merge_best(parts, create_ranking(torch.device("cpu")), out[0], out[1])
+    return out
+
+
 def test_the_best_of_all_ranks_is_the_higher_score_and_of_equal_ones_the_lower_id() -> None:
     scores = torch.tensor([[1.0, 5.0, -inf, 2.0, nan], [1.0, 7.0, 3.0, inf, 9.0]])
     tokens = torch.tensor([[4, 5, 0, 6, 0], [104, 105, 106, 0, 107]], dtype=torch.int32)
     status = torch.tensor([[0, 0, 4, 0, 1], [0, 0, 0, 2, 0]], dtype=torch.int32)
-    parts = BestTokens(torch.zeros(0), scores.double(), tokens, status)
-    merged, merged_status = merge_best(parts)
+    merged, merged_status = merge(scores.double(), tokens, status)
     assert merged.tolist() == [4, 105, 106, 0, 0]
     assert merged_status.tolist() == [0, 0, 0, 2, 1]
 
 
 def test_a_row_without_a_finite_logit_on_any_rank_has_a_status_and_no_token() -> None:
     scores = torch.full((2, 1), -inf, dtype=torch.float64)
-    tokens, status = torch.tensor([[9], [8]]), torch.tensor([[4], [4]])
-    merged = merge_best(BestTokens(torch.zeros(0), scores, tokens, status))
-    assert [each.tolist() for each in merged] == [[0], [4]]
+    tokens, status = torch.zeros((2, 1)).int(), torch.full((2, 1), 4).int()
+    assert [each.tolist() for each in merge(scores, tokens, status)] == [[0], [4]]
 
 
 def test_ranks_have_the_environment_of_the_one_shot_kernels() -> None:

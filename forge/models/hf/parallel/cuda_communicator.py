@@ -5,8 +5,8 @@ kernels are this package's one-shot sum, torch's over symmetric memory, and NCCL
 
     bytes of a message      0 ── ONE_SHOT_BYTES ── TWO_SHOT_BYTES ──
     sum                     one shot      two shots          NCCL
-    gather, broadcast       as sums of 16-bit integers       NCCL
-                            in float32, which are exact
+    gather, broadcast       small: one shot, or as sums of 16-bit integers in float32, which are
+                            exact. Others: NCCL
 
 Always true: which kernel is taken depends on shapes and dtypes alone, so all ranks take the same.
 What a CUDA graph captures is small enough for the kernels over symmetric memory. Their buffers are
@@ -54,8 +54,8 @@ class Reducer(Protocol):
 
 
 @runtime_checkable
-class NormReducer(Reducer, Protocol):
-    """A way to sum over ranks that norms the sum too."""
+class OneShotReducer(Reducer, Protocol):
+    """A way to sum over ranks that also norms the sum, and copies small tensors of any dtype."""
 
     def takes_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
         """Return whether `all_reduce_norm` takes these tensors."""
@@ -65,6 +65,14 @@ class NormReducer(Reducer, Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of every rank's `x` plus the residual, and its RMS norm."""
+        ...
+
+    def takes_gather(self, x: Tensor) -> bool:
+        """Return whether `all_gather` copies this tensor."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, [world_size, *x.shape]."""
         ...
 
 
@@ -138,7 +146,7 @@ class CudaCommunicator:
         self._group = group
         self._reducers = tuple(reducers)
         first = reducers[0]
-        self._fused = first if isinstance(first, NormReducer) else None
+        self._one_shot = first if isinstance(first, OneShotReducer) else None
         self.rank, self.world_size = group.rank(), group.size()
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -152,13 +160,15 @@ class CudaCommunicator:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
         """Return the sum and its norm, or None where the fused kernel does not take them."""
-        if self._fused is None or not self._fused.takes_norm(x, residual, weight):
+        if self._one_shot is None or not self._one_shot.takes_norm(x, residual, weight):
             return None
-        return self._fused.all_reduce_norm(x, residual, weight, eps)
+        return self._one_shot.all_reduce_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's `x`, [world_size, *x.shape]."""
         x = x.contiguous()
+        if self._one_shot is not None and self._one_shot.takes_gather(x):
+            return self._one_shot.all_gather(x)
         if not self._is_small(x.nbytes * self.world_size):
             gathered = x.new_empty((self.world_size, *x.shape))
             dist.all_gather_into_tensor(gathered, x, group=self._group)
@@ -171,6 +181,9 @@ class CudaCommunicator:
     def broadcast(self, x: Tensor, source: int = 0) -> None:
         """Overwrite `x` with that of rank `source`."""
         sent = x.contiguous()
+        if self._one_shot is not None and self._one_shot.takes_gather(sent):
+            x.copy_(self._one_shot.all_gather(sent)[source])
+            return
         if not self._is_small(sent.nbytes):
             dist.broadcast(sent, group=self._group, group_src=source)
             x.copy_(sent)

@@ -32,8 +32,8 @@ from forge.models.hf.sampling.sampler import Sampler, SamplerOutput, create_kern
 from forge.models.hf.sampling.slot_params import SlotParams
 from forge.models.hf.sampling.slot_sampling import sample_slots
 from forge.models.hf.sampling.status import (
+    NUM_STATUSES,
     STATUS_NAN,
-    STATUS_NEGATIVE_INF,
     STATUS_OK,
     STATUS_POSITIVE_INF,
 )
@@ -99,21 +99,31 @@ class BestTokens(NamedTuple):
         )
 
 
-def merge_best(parts: BestTokens) -> tuple[Tensor, Tensor]:
-    """Return token and status of each row, int32 [n] each, from the parts of all ranks.
+def create_ranking(device: torch.device) -> Tensor:
+    """Return what stands for the score of a part by its status, float64 [5] on the device.
 
-    parts   fields [ranks, n], in the order of ids
+    A part with NaN or +inf is an error of its row. One of -inf alone is none where another part has
+    a finite logit, whose score is far from either.
     """
-    status = parts.status
-    is_ok = status == STATUS_OK
-    scores = parts.scores.masked_fill(is_ok.logical_not(), -inf)
+    ranking = torch.full((NUM_STATUSES,), -inf, dtype=torch.float64)
+    ranking[STATUS_POSITIVE_INF] = 1e300
+    ranking[STATUS_NAN] = inf
+    return ranking.to(device)
+
+
+def merge_best(parts: BestTokens, ranking: Tensor, out_tokens: Tensor, out_status: Tensor) -> None:
+    """Write token and status of each row, [n], from the parts of all ranks.
+
+    parts     fields [ranks, n], in the order of ids
+    ranking   of `create_ranking`
+    Few kernels: each is a part of every step, inside its CUDA graph.
+    """
+    is_ok = parts.status == STATUS_OK
+    scores = torch.where(is_ok, parts.scores, ranking[parts.status.long()])
     # The first of equal scores is the lower id: parts are in the order of ids.
-    tokens = parts.tokens.gather(0, scores.argmax(0, keepdim=True))[0]
-    # A part of -inf alone is no error where another part has a finite logit.
-    merged = torch.where(is_ok.any(0), STATUS_OK, STATUS_NEGATIVE_INF)
-    for error in (STATUS_POSITIVE_INF, STATUS_NAN):
-        merged = merged.masked_fill((status == error).any(0), error)
-    return tokens.masked_fill(merged != STATUS_OK, 0), merged.int()
+    best = scores.argmax(0, keepdim=True)
+    torch.gather(parts.tokens, 0, best, out=out_tokens[None])
+    torch.gather(parts.status, 0, best, out=out_status[None])
 
 
 class ShardedSampler(AgreedSampler):
@@ -126,6 +136,7 @@ class ShardedSampler(AgreedSampler):
         shard = Shard(communicator.rank, communicator.world_size)
         self._vocab = VocabShard.of(shard, vocab_size)
         self._shard_kernels = create_kernels(self._vocab.size, device)
+        self._ranking = create_ranking(device)
 
     def _build_slot_params(self, bind: Bind) -> SlotParams:
         """Return the bind's parameters. `sample` takes rows with filters: they need all logits."""
@@ -157,9 +168,7 @@ class ShardedSampler(AgreedSampler):
             out_scores=best.scores,
         )
         gathered = self._communicator.all_gather(best.buffer)
-        tokens, status = merge_best(BestTokens.of(gathered))
-        out_tokens.copy_(tokens)
-        out_status.copy_(status)
+        merge_best(BestTokens.of(gathered), self._ranking, out_tokens, out_status)
 
     def sample(
         self, logits: Tensor, rows: Sequence[Row], logits_rows: Sequence[int] | None = None

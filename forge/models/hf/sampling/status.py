@@ -23,6 +23,8 @@ STATUS_NEGATIVE_INF = 4
 STATUS_NO_MASK = 5
 """The next plan gave no mask for this late row: its sequence has ended."""
 
+NUM_STATUSES = 5
+
 _ERROR_TEXTS = {
     STATUS_NAN: "the model's logits are not finite: NaN",
     STATUS_POSITIVE_INF: "the model's logits are not finite: their maximum is inf",
