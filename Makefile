@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
-.PHONY: test-long test-long-rest test-all stress test-soak test-fuzz test-clients test-torch test-gpu
+.PHONY: test-long test-long-rest test-all stress tier-seeds test-soak test-fuzz test-clients test-torch test-gpu
 .PHONY: test-oldest test-ray resolve model-classes
 
 help: ## list these targets
@@ -96,6 +96,10 @@ demo: $(VENV)/plot.stamp ## compare policies in the simulator and draw build/pol
 stress: N := 20
 stress: $(VENV)/dev.stamp ## run the tests 20 times in random order, on a busy machine that stalls; N=20
 	$(BIN)/python tests/tools/stress.py --runs $(N) $(ARGS)
+
+tier-seeds: N := 10000
+tier-seeds: $(VENV)/dev.stamp ## run N=10000 random worlds with KV tiers, real files and faults; prints counts
+	$(BIN)/python -m tests.tools.tier_seeds --seeds $(N) $(ARGS)
 
 test-soak: $(VENV)/dev.stamp ## run many more seeds, for hours
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,7 @@ from tests.core.builders import (
     next_plan,
     request,
 )
+from tests.core.file_worlds import DAMAGES, run_file_world
 from tests.core.host_worlds import draw_host_world
 from tests.core.reference import compute_expected
 from tests.core.worlds import check_outcome, run_world
@@ -82,6 +84,18 @@ def run_host_worlds(seeds: Iterable[int], audited_every: int) -> Counter[str]:
 def test_every_choice_of_a_random_world_with_a_host_pool_is_the_sequential_reference() -> None:
     reached = run_host_worlds(range(120), audited_every=2)
     assert not [name for name in HOST_EVENTS if not reached[name]]
+
+
+@pytest.mark.long
+def test_every_choice_of_a_random_world_with_files_in_a_folder_is_the_sequential_reference(
+    tmp_path: Path,
+) -> None:
+    reached: Counter[str] = Counter()
+    for seed in range(60):
+        outcome = run_file_world(seed, tmp_path / str(seed), audited=seed % 2 == 0)
+        reached += outcome.event_counts + check_outcome(outcome)
+    files = [f"files {each}" for each in (*DAMAGES, "read", "not read", "written")]
+    assert not [name for name in files if not reached[name]], reached
 
 
 @pytest.mark.soak

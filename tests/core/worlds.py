@@ -398,11 +398,15 @@ class WorldOutcome(NamedTuple):
     event_counts: Counter[str]
 
 
-def build_engine(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
-    """Return the world's model, its recorder, and an engine on them."""
+def build_engine(
+    world: RandomWorld, store: FaultyStore | None = None
+) -> tuple[HashModel, RecordingModel, Engine]:
+    """Return the world's model, its recorder, and an engine on them.
+
+    store   of files; None: one in memory, if the world has files
+    """
     host_tier = world.config.host_tier
-    store = None
-    if host_tier is not None and host_tier.disk is not None:
+    if store is None and host_tier is not None and host_tier.disk is not None:
         store = FaultyStore(world.seed)
     model = HashModel(
         vocab_size=world.vocab_size,
