@@ -23,7 +23,7 @@ def create_cache(module: Any, rows: int, length: int) -> Any:
     )
 
 
-def generate(module: Any, ids: Any, cache: Any, **options: Any) -> Any:
+def generate(module: Any, ids: Any, cache: Any, count: int = 24, **options: Any) -> Any:
     """Return tokens and the logits that chose them."""
     torch.set_num_threads(1)
     mask = (ids != 0).long()
@@ -31,7 +31,7 @@ def generate(module: Any, ids: Any, cache: Any, **options: Any) -> Any:
         ids,
         attention_mask=mask,
         past_key_values=cache,
-        max_new_tokens=24,
+        max_new_tokens=count,
         eos_token_id=None,
         pad_token_id=0,
         return_dict_in_generate=True,
@@ -58,6 +58,18 @@ def test_logits_are_equal_bit_by_bit_to_those_on_a_dynamic_cache(
     assert torch.equal(mine.sequences, theirs.sequences)
     for ours, other in zip(mine.logits, theirs.logits, strict=True):
         assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_the_largest_difference_of_fifty_steps_from_a_dynamic_cache_is_zero(family: str) -> None:
+    module = create_module(family, torch.float32)
+    ids = prompts([5, 6, 7, 8, 9, 10, 11], [12, 13, 14])
+    mine = generate(module, ids, create_cache(module, 2, 60), 50, do_sample=False)
+    theirs = generate(module, ids, hf.DynamicCache(config=module.config), 50, do_sample=False)
+    pairs = zip(mine.logits, theirs.logits, strict=True)
+    differences = [float((ours - other).abs().max()) for ours, other in pairs]
+    assert len(differences) == 50 and max(differences) == 0.0
+    assert torch.equal(mine.sequences, theirs.sequences)
 
 
 def test_blocks_of_one_row_are_not_adjacent() -> None:
