@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from forge import LLM
 from forge.config import DiskTier, EngineConfig, HostTier, LoadCosts
 from forge.models.load_costs import describe_load_costs, measure_load_costs
 from forge.seam import StepOutput, StepPlan
+from forge.tier_status import TierStatus
 
 CONFIG = EngineConfig(
     num_blocks=1024,
@@ -183,15 +185,27 @@ def test_the_costs_are_said_with_the_times_of_a_long_prefix() -> None:
     assert "file" not in without_files
 
 
+def check_unused(llm: LLM, folder: Path) -> None:
+    """Check that an engine is as it was before its start was timed."""
+    scheduler = llm.engine.scheduler
+    tier = llm.engine.config.host_tier
+    assert tier is not None
+    assert TierStatus.from_scheduler(scheduler) == TierStatus(num_host_blocks=tier.num_blocks)
+    assert scheduler.pool.num_free_blocks == scheduler.pool.num_blocks
+    assert scheduler.next_step == 0 and not scheduler.ledger
+    assert [each.name for each in folder.iterdir()] == [".lock"]
+
+
 @pytest.mark.torch
 def test_a_checkpoint_measures_its_tiers_at_the_start(
-    caplog: pytest.LogCaptureFixture, tmp_path: object
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
     options = {"device": "cpu", "num_blocks": 32, "block_size": 8, "max_model_len": 128}
     files = {"kv_disk_path": f"{tmp_path}/kv", "kv_disk_gib": 0.01}
     with caplog.at_level(logging.INFO), LLM("tiny", **options, kv_host_gib=0.01, **files) as llm:  # type: ignore[arg-type]
         tier = llm.engine.config.host_tier
+        check_unused(llm, tmp_path / "kv")
     assert tier is not None and tier.costs is not None and tier.disk is not None
     assert tier.costs.token_ns > 0 and tier.disk.fetch_block_ns > 0
     assert [m for m in caplog.messages if m.startswith("KV tiers: ")]
