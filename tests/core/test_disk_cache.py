@@ -280,9 +280,20 @@ def test_the_rest_of_a_prefix_is_judged_with_what_was_requested_before() -> None
     assert disk_cache.request_fetches(7, 0, hashes, is_idle=True)
     _, fetches = disk_cache.plan_moves(0)
     assert [file.key for file in fetches] == hashes[:2]
+    assert disk_cache.request_fetches(7, 0, hashes, is_idle=True), "it waits without room for more"
     disk_cache.commit_answers([FileAnswer(0, fetches[1].host_block, is_good=True)])
     assert disk_cache.request_fetches(7, 0, hashes, is_idle=True)
     assert [file.key for file in disk_cache.plan_moves(1)[1]] == hashes[2:]
+
+
+def test_a_block_that_is_being_stored_ends_the_run_that_is_fetched() -> None:
+    """Its host block is reserved: it comes from the device sooner than from a file."""
+    scheduler = Run(TIER).scheduler
+    hashes = [bytes([number]) * 64 for number in range(3)]
+    scheduler.disk_cache.add_keys(hashes)
+    assert scheduler.host_cache.reserve(hashes[1]) is not None
+    assert scheduler.disk_cache.request_fetches(7, 0, hashes, is_idle=True)
+    assert [file.key for file in scheduler.disk_cache.plan_moves(0)[1]] == hashes[:1]
 
 
 def test_the_keys_that_are_remembered_are_bounded() -> None:
