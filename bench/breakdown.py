@@ -32,6 +32,7 @@ from forge.errors import ForgeError, InvalidConfig
 from forge.llm import Options
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("ranks", ("reduce_packets", "reduce_flagged", "gather_packets", "nccl", "_all_reduce")),
     (
         "attention",
         (

@@ -16,8 +16,11 @@ from forge.errors import InvalidConfig
 MODELS = Path(breakdown.__file__).resolve().parents[1] / "forge" / "models" / "hf"
 
 CUDA_KERNEL = re.compile(
-    r"__global__ void(?:\s+[A-Z_]+|\s+__\w+__\([^()]*(?:\([^()]*\))?[^()]*\))*\s+(\w+)\("
+    r"__global__ void(?:[\s\\]+(?!__)[A-Z_]+\b(?!\()"
+    r"|\s+__launch_bounds__\([^()]*(?:\([^()]*\))?[^()]*\))*"
+    r"[\s\\]+(?!__)(\w+)\("
 )
+MACRO_KERNEL = re.compile(r"^[A-Z]+_KERNEL\((\w+),", re.MULTILINE)
 
 with_matplotlib = pytest.mark.skipif(
     find_spec("matplotlib") is None, reason="matplotlib is not installed"
@@ -91,7 +94,21 @@ def test_a_record_that_is_missing_is_one_line(
 
 
 def test_every_cuda_kernel_of_forge_has_a_group() -> None:
+    """A macro that defines kernels takes their name first, and calls it `name`."""
     sources = [path.read_text() for path in sorted(MODELS.rglob("*.cu"))]
-    kernels = [name for source in sources for name in CUDA_KERNEL.findall(source)]
-    assert len(kernels) == sum(source.count("__global__ void") for source in sources) > 0
+    found = [name for source in sources for name in CUDA_KERNEL.findall(source)]
+    assert len(found) == sum(source.count("__global__ void") for source in sources)
+    kernels = [name for name in found if name != "name"]
+    kernels += [name for source in sources for name in MACRO_KERNEL.findall(source)]
+    assert {"decode_qkv", "sample", "reduce_packets", "gather_packets"} <= set(kernels)
     assert not [name for name in kernels if breakdown.kernel_group(name) == breakdown.OTHER]
+
+
+def test_the_kernels_between_ranks_have_a_group_of_their_own() -> None:
+    names = (
+        "reduce_flagged_wide",
+        "gather_packets",
+        "ncclDevKernel_AllReduce_Sum",
+        "two_shot_all_reduce",
+    )
+    assert {breakdown.kernel_group(name) for name in names} == {"ranks"}
