@@ -49,7 +49,7 @@ LLM_AND_BELOW = (
     | HOSTS
     | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
     | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
-    | {"models.*", "llm", "async_llm"}
+    | {"models.*", "llm", "async_llm", "replay_run"}
 )
 
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
@@ -108,6 +108,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "kv_publisher": {"errors", "kv_event_options", "kv_event_wire", "kv_events"},
     "load_report": {"scheduler"},
     "routing.*": {"blocks", "errors", "kv_events", "routing.*"},
+    "replay_run": ENGINE_AND_BELOW - {"engine"},
     "llm": ENGINE_AND_BELOW
     | {"kv_event_options", "kv_publisher"}
     | {"models.*", "outputs", "overhead", "progress"}
