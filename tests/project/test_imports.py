@@ -108,6 +108,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "kv_publisher": {"errors", "kv_event_options", "kv_event_wire", "kv_events"},
     "load_report": {"scheduler"},
     "routing.*": {"blocks", "errors", "kv_events", "routing.*"},
+    "ranks.*": {"errors", "log", "ranks.*"},
     "replay_run": ENGINE_AND_BELOW - {"engine"},
     "llm": ENGINE_AND_BELOW
     | {"kv_event_options", "kv_publisher"}
