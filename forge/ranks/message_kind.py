@@ -5,8 +5,9 @@ Owns the numbers. Knows no content.
 
 from __future__ import annotations
 
-STEP, DRAFT_STEP, RECORDED_LINE = 0, 1, 2
-"""A step of the model, one of its draft model, and a line of rank 0's recording."""
+STEP, DRAFT_STEP, LATE_MASKS, RECORDED_LINE = range(4)
+"""A step of the model, one of its draft model, masks of the step before, and a line of rank 0's
+recording."""
 
 
 def message_kind(message: bytes) -> int:

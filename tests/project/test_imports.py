@@ -98,7 +98,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
-        *("models.*", "start_log", "tier_options", "version"),
+        *("models.*", "ranks.*", "start_log", "tier_options", "version"),
     },
     "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
     "outputs": {"request", "tokenizer"},

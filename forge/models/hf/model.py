@@ -29,6 +29,7 @@ import torch
 from forge.config import MAX_DRAFTS
 from forge.errors import InvalidConfig
 from forge.models.hf.block_moves import Moves
+from forge.models.hf.runner.batch_step import BatchStep, NoFollowers, StepPublisher
 from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
 from forge.models.hf.runner.input_batch import build_input_batch
 from forge.models.hf.runner.late_rows import LateRows
@@ -43,7 +44,7 @@ from forge.models.hf.speculation.drafts import (
     DraftTokens,
 )
 from forge.models.hf.step import HFStep, no_answers
-from forge.seam import StepPlan
+from forge.seam import LateMask, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ class HFModel:
     draft           draft model with the same vocabulary and slots, or None. Only this model gives
                     it plans
     moves           moves of blocks to and from host memory; None: plans have no host pool
+
+    Where several ranks share the model, rank 0 runs `forward` and publishes each step. On the other
+    ranks `follow` and `follow_draft` take its place.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class HFModel:
         self._decode_graphs = decode_graphs
         self._mixed_graphs = mixed_graphs
         self._moves = moves
+        self._publisher: StepPublisher = NoFollowers()
         self._batch_rows: list[int] = []
         self._last_step: HFStep | None = None
         self._late_rows: LateRows | None = None
@@ -100,6 +105,7 @@ class HFModel:
         self._draft_buffer = torch.zeros(
             (2, max_drafts, sampled.shape[1]), dtype=sampled.dtype, device=sampled.device
         )
+        self._followed_drafts = DraftCollector((), self._draft_buffer)
 
     def vocab_size(self) -> int:
         """Return the width of the logits."""
@@ -118,6 +124,10 @@ class HFModel:
         """Most rows of a plan."""
         return self._runner.kv_cache.num_slots
 
+    def publish_to(self, publisher: StepPublisher) -> None:
+        """Send each step from now on to the publisher, before its first kernel is queued."""
+        self._publisher = publisher
+
     def executes_moves(self) -> bool:
         """Return whether this model has a host pool, whose moves `forward` carries out."""
         return self._moves is not None
@@ -128,6 +138,7 @@ class HFModel:
         late_rows, self._late_rows = self._late_rows, None
         assert late_rows is not None or not plan.late_masks, f"plan {plan.step} has masks of no row"
         if late_rows is not None:
+            self._publisher.publish_late_masks(plan.late_masks)
             late_rows.sample(plan.late_masks)
         self._runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
         moves, file_answers = self._moves, no_answers
@@ -141,7 +152,9 @@ class HFModel:
                 "Leave host_tier out, or start with a host pool",
             )
         draft_tokens = self._run_draft_plans(plan.drafts)
-        queued = self._queue_plan(plan, draft_tokens)
+        batch_step = self._build_step(plan, draft_tokens)
+        self._publisher.publish(batch_step)
+        queued = self._queue_step(batch_step, draft_tokens)
         if queued.plan_rows:
             previous = self._last_step if any(row.refs for row in plan.rows) else None
             self._late_rows = late_rows = queued.late_rows
@@ -167,14 +180,51 @@ class HFModel:
             moves.queue(plan)
         return step
 
-    def queue_draft_plan(self, plan: StepPlan) -> DraftPlanOutput:
-        """Queue a plan of which this model is the draft. Its tokens stay on the device.
+    @torch.inference_mode()
+    def follow(self, step: BatchStep) -> None:
+        """Queue a step that rank 0 has published, after those of its draft model.
 
-        The output's tensors are valid until this model's next plan.
+        Return without waiting for the device. Nothing of the step comes back to this host.
+        """
+        self._runner.kv_cache.check_plan(step.plan.num_blocks, step.plan.block_size)
+        if self._moves is not None:
+            self._moves.begin(step.plan)
+        drafts, self._followed_drafts = (
+            self._followed_drafts.draft_tokens(),
+            DraftCollector((), self._draft_buffer),
+        )
+        assert len(drafts.batch_rows) == step.num_draft_plans, "rank 0 has run as many drafts"
+        self._late_rows = self._queue_step(step, drafts).late_rows
+        if self._moves is not None:
+            self._moves.queue(step.plan)
+
+    @torch.inference_mode()
+    def follow_late_masks(self, late_masks: Sequence[LateMask]) -> None:
+        """Sample the late rows of the step before, which rank 0 has masks of."""
+        late_rows, self._late_rows = self._late_rows, None
+        assert late_rows is not None, "the step before has late rows"
+        late_rows.sample(late_masks)
+
+    @torch.inference_mode()
+    def follow_draft(self, step: BatchStep) -> None:
+        """Queue a step of the draft model that rank 0 has published."""
+        assert self._draft is not None, "rank 0 has a draft model"
+        self._followed_drafts.add(self._draft.queue_draft_step(step))
+
+    def queue_draft_plan(self, plan: StepPlan, publisher: StepPublisher) -> DraftPlanOutput:
+        """Publish and queue a plan of which this model is the draft: see `queue_draft_step`."""
+        self._runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
+        step = self._build_step(plan, NO_DRAFT_TOKENS)
+        publisher.publish_draft(step)
+        return self.queue_draft_step(step)
+
+    def queue_draft_step(self, step: BatchStep) -> DraftPlanOutput:
+        """Queue a step of which this model is the draft. Its tokens stay on the device.
+
+        The output's tensors are valid until this model's next step.
         """
         runner = self._runner
-        runner.kv_cache.check_plan(plan.num_blocks, plan.block_size)
-        plan_rows = self._queue_plan(plan, NO_DRAFT_TOKENS).plan_rows
+        plan_rows = self._queue_step(step, NO_DRAFT_TOKENS).plan_rows
         distributions, runner.draft_distributions = runner.draft_distributions, []
         return DraftPlanOutput(invert_order(plan_rows), runner.output_buffer.sampled, distributions)
 
@@ -189,23 +239,35 @@ class HFModel:
                     "Load a draft model, or set speculative_method to ngram",
                 )
             try:
-                output = draft.queue_draft_plan(plan)
+                output = draft.queue_draft_plan(plan, self._publisher)
             except Exception as error:  # Without drafts each row still gets one token a step.
+                self._publisher.accept_draft_failure(error)
                 log.warning("the draft model failed: %r", error)
                 break
             collector.add(output)
         return collector.draft_tokens()
 
-    def _queue_plan(self, plan: StepPlan, draft_tokens: DraftTokens) -> _QueuedStep:
-        """Queue the plan's block copies and rows. Tokens and status go to the output buffer."""
-        runner = self._runner
-        kv_cache, sampler = runner.kv_cache, runner.sampler
-        kv_cache.copy_blocks(plan.copies)
+    def _build_step(self, plan: StepPlan, draft_tokens: DraftTokens) -> BatchStep:
+        """Return the plan's rows as a batch. No device is used."""
+        kv_cache = self._runner.kv_cache
         table_width = kv_cache.block_tables.shape[1]
         batch = build_input_batch(
             plan, self._batch_rows, kv_cache.num_slots, table_width, draft_tokens.batch_rows
         )
         self._batch_rows = invert_order(batch.plan_rows)
+        return BatchStep(
+            plan,
+            batch,
+            [plan.rows[index] for index in batch.plan_rows],
+            [(row.slot, row.bind) for row in plan.rows if row.bind is not None],
+            len(draft_tokens.batch_rows),
+        )
+
+    def _queue_step(self, step: BatchStep, draft_tokens: DraftTokens) -> _QueuedStep:
+        """Queue the step's block copies and rows. Tokens and status go to the output buffer."""
+        runner, batch, rows = self._runner, step.batch, step.rows
+        sampler = runner.sampler
+        runner.kv_cache.copy_blocks(step.plan.copies)
         evidence = (
             draft_only_evidence(draft_tokens)
             if draft_tokens.plans and not batch.rows_with_drafts
@@ -214,12 +276,11 @@ class HFModel:
         if not batch.plan_rows:
             return _QueuedStep((), (), (), evidence, None)
         runner.draft_distributions = []
-        for row in plan.rows:
-            if row.bind is not None:
-                sampler.bind(row.slot, row.bind)
+        for slot, bind in step.binds:
+            sampler.bind(slot, bind)
         sampler.flush_slots()
-        rows = [plan.rows[index] for index in batch.plan_rows]
-        late_rows = frozenset(self._batch_rows[index] for index in plan.late_rows)
+        batch_rows = invert_order(batch.plan_rows) if step.plan.late_rows else []
+        late_rows = frozenset(batch_rows[index] for index in step.plan.late_rows)
         logprobs: Sequence[PendingLogprobs]
         prompt_logprobs: Sequence[PendingLogprobs]
         if batch.rows_with_drafts:
@@ -238,9 +299,7 @@ class HFModel:
             )
         waiting = None
         if late_rows:
-            waiting = LateRows(
-                runner, rows, self._batch_rows, plan.late_rows, step_logits, logprobs
-            )
+            waiting = LateRows(runner, rows, batch_rows, step.plan.late_rows, step_logits, logprobs)
         return _QueuedStep(batch.plan_rows, logprobs, prompt_logprobs, evidence, waiting)
 
 
