@@ -345,6 +345,9 @@ class EngineConfig:
             )
 
 
+MAX_RANKS = 64
+"""Most ranks of a model: more than any machine has GPUs."""
+
 DEVICE_CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("auto", "float32", "float16", "bfloat16", "float64"),
@@ -363,6 +366,9 @@ class DeviceOptions:
     load_format              auto reads the weights, dummy draws random ones
     enforce_eager            no step is captured as a CUDA graph
     torch_compile            the model's own modules run through torch.compile, and nothing is fused
+    tensor_parallel_size     ranks that divide the model, each a process with a GPU of its own
+    check_ranks              every rank also schedules, and a plan that is not rank 0's ends the
+                             engine
     """
 
     device: str = "auto"
@@ -371,6 +377,8 @@ class DeviceOptions:
     load_format: str = "auto"
     enforce_eager: bool = False
     torch_compile: bool = False
+    tensor_parallel_size: int = 1
+    check_ranks: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in DEVICE_CHOICES.items():
@@ -386,7 +394,7 @@ class DeviceOptions:
                 f"{share!r} is not a share of the memory",
                 "Give a number above 0 and at most 1",
             )
-        for name in ("enforce_eager", "torch_compile"):
+        for name in ("enforce_eager", "torch_compile", "check_ranks"):
             value = getattr(self, name)
             if type(value) is not bool:
                 raise InvalidConfig(name, f"{value!r} is no boolean", "Give one")
@@ -395,4 +403,17 @@ class DeviceOptions:
                 "torch_compile",
                 "enforce_eager runs each step as it is, uncompiled",
                 "Leave one of the two out",
+            )
+        num_ranks = self.tensor_parallel_size
+        if type(num_ranks) is not int or not 1 <= num_ranks <= MAX_RANKS:
+            raise InvalidConfig(
+                "tensor_parallel_size",
+                f"{str(num_ranks)[:64]!r} is not an integer from 1 to {MAX_RANKS}",
+                "Give the number of GPUs that divide the model",
+            )
+        if self.check_ranks and num_ranks == 1:
+            raise InvalidConfig(
+                "check_ranks",
+                "there is one rank, and nothing to compare it with",
+                "Give tensor_parallel_size too, or leave it out",
             )

@@ -19,7 +19,13 @@ from typing import Protocol
 
 from forge.config import MAX_GEOMETRY, EngineConfig
 from forge.drafting import create_drafter
-from forge.errors import DuplicateRequest, ForgeError, InvalidConfig, InvalidRequest
+from forge.errors import (
+    DuplicateRequest,
+    EngineDead,
+    ForgeError,
+    InvalidConfig,
+    InvalidRequest,
+)
 from forge.feedback_queue import QueueLevel
 from forge.kv_events import KVEventLog, KVEventSink
 from forge.policy import FCFS, Policy
@@ -356,6 +362,7 @@ class Engine:
         """Plan and launch once if there is something to compute; commit the oldest plan if due.
 
         A model that raises voids every plan in flight: its sequences are computed again, once.
+        EngineDead and InvalidConfig are raised: a later step would fail the same way.
         """
         plan, recorder = None, self._recorder
         if self.scheduler.can_plan:
@@ -377,7 +384,7 @@ class Engine:
             deltas += self.scheduler.void(why)
             if recorder is not None:
                 recorder.record_void(why)
-            if isinstance(error, Exception) and not isinstance(error, InvalidConfig):
+            if isinstance(error, Exception) and not isinstance(error, InvalidConfig | EngineDead):
                 self._deliver_kv_events()
                 return deltas  # requests survive one failed step
             self._undelivered_deltas = deltas

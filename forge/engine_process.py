@@ -14,12 +14,14 @@ wiki/decisions.md for the cost. Here the streams may lag, and deltas that wait l
 While the engine is open, garbage collections here leave out the objects of the start too: one that
 visits them takes 0.3 s, in which no request is read and no token leaves.
 
+A model that is divided over ranks has this process as rank 0. The others are started alongside, and
+all are watched from here: see forge/ranks.
+
 Always true: when one of the two processes ends, the other finds the pipe closed.
 """
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -35,11 +37,14 @@ from forge.engine import Engine
 from forge.engine_loop import Command, EngineLoop, EngineStatus, StepReport
 from forge.engine_thread import CLOSE_REASON, LOG, STOP_TIMEOUT_S, EndCallback, ReportCallback
 from forge.errors import EngineDead, ForgeError, InvalidConfig
-from forge.llm import Options, open_engine
+from forge.llm import Options, load_policy, model_options, open_engine
 from forge.log import nonblocking_logging
 from forge.models.gc_control import freeze_gc
 from forge.models.loader import import_checkpoint_packages
 from forge.policy import Policy
+from forge.rank_start import start_ranks
+from forge.ranks.rank_process import end_with_parent, ignore_end_signals
+from forge.ranks.rank_seat import LeaderSeat
 from forge.request import Delta, FinishReason
 from forge.seam import StepPlan
 from forge.start_log import StartLog
@@ -118,25 +123,34 @@ class EngineProcess:
                 "policy", "functions cannot be sent to another process", "Give a name or a FILE.py"
             )
         context = get_context("spawn")
+        self._ranks = start_ranks(model, model_options(options), policy, load_policy)
+        seat = None if self._ranks is None else self._ranks.seat_of_process()
         self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(
             target=_run_engine,
             # The clock is the same in every process of the machine.
-            args=(child_pipe, model, policy, options, time.monotonic()),
+            args=(child_pipe, model, policy, options, time.monotonic(), seat),
             name="forge-engine",
             daemon=True,
         )
         self._process.start()
         child_pipe.close()
+        if self._ranks is not None and seat is not None:
+            self._ranks.watch_process(self._process, seat)
         self._exit_stack = ExitStack()
         try:
             # While the other process imports and loads.
             import_checkpoint_packages(model)
             self._exit_stack.enter_context(freeze_gc())
             opened = self._receive_opened()
+            if self._ranks is not None:
+                self._ranks.wait_until_ready()
         except BaseException:
             self._exit_stack.close()
             self._process.kill()
+            if self._ranks is not None:
+                self._ranks.kill()
+                self._ranks.close()
             raise
         self.tokenizer = opened.tokenizer
         remote_model = _RemoteModel(opened.vocab_size, opened.eos_token)
@@ -162,12 +176,16 @@ class EngineProcess:
     def close(self) -> None:
         """End the process, or kill it after `STOP_TIMEOUT_S`."""
         self._is_closing = True
+        if self._ranks is not None:
+            self._ranks.expect_end()
         self._commands.put(None)
         self._process.join(self._stop_timeout_s)
         if self._process.is_alive():
             LOG.warning("the engine did not end within %g s and is killed", self._stop_timeout_s)
             self._process.kill()
             self._process.join(KILL_TIMEOUT_S)
+        if self._ranks is not None:
+            self._ranks.close()
         self._reader.join(KILL_TIMEOUT_S)
         self._exit_stack.close()
 
@@ -209,10 +227,17 @@ class EngineProcess:
             end = _EngineEnded(FinishReason.ERROR, repr(error))
         if end.finish is FinishReason.ERROR:
             self._stop_timeout_s = FAILED_STOP_TIMEOUT_S
+            end = end._replace(failure=self._follower_failure() or end.failure)
         self._on_end(*end)
+
+    def _follower_failure(self) -> str | None:
+        """Return why a rank other than 0 ended, if one has: rank 0 then fails because of it."""
+        return None if self._ranks is None else self._ranks.follower_failure(FAILED_STOP_TIMEOUT_S)
 
     def _describe_exit(self) -> str:
         self._process.join(STOP_TIMEOUT_S)
+        if (failure := self._follower_failure()) is not None:
+            return failure
         return f"its process ended with exit code {self._process.exitcode}"
 
 
@@ -232,19 +257,25 @@ def _unpack_report(deltas: Any, rejections: Any, status: Any, *figures: Any) -> 
 
 
 def _run_engine(
-    pipe: Connection, model: str, policy: str, options: Options, began_s: float
+    pipe: Connection,
+    model: str,
+    policy: str,
+    options: Options,
+    began_s: float,
+    seat: LeaderSeat | None,
 ) -> None:
     """Open the engine, report that it is open, and serve until the parent ends it or dies.
 
     began_s   time.monotonic() when the parent began to start this process
+    seat      seat of rank 0, where the parent has started other ranks; None: there are none
     """
     start = StartLog(began_s, "process")
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        # A terminal sends them to every process; the parent decides when this one ends.
-        signal.signal(signal_number, signal.SIG_IGN)
+    ignore_end_signals()
+    if seat is not None and seat.lifeline is not None:
+        end_with_parent(seat.lifeline)
     with nonblocking_logging(), suppress(BrokenPipeError), ExitStack() as exit_stack:
         try:
-            engine, tokenizer = open_engine(model, policy, options, exit_stack, start)
+            engine, tokenizer = open_engine(model, policy, options, exit_stack, start, seat)
         except ForgeError as error:
             pipe.send(error)
             return

@@ -18,6 +18,7 @@ A broken invariant is not here: it is an assert with its numbers, and it crashes
     ├── PolicyError           a user's policy returned an answer that cannot be carried out
     ├── RequestFailed         the engine gave up on one request; others continue
     └── EngineDead            the engine loop has ended and serves no more requests
+        ├── RankMismatch      with check_ranks: a rank has made another plan than rank 0
         └── EngineClosed      it was closed on purpose
 """
 
@@ -144,6 +145,16 @@ class RequestFailed(ForgeError):
 
 class EngineDead(ForgeError):
     """The engine loop has ended; the message has the reason."""
+
+
+class RankMismatch(EngineDead):
+    """A rank has made another plan than rank 0 from the same inputs."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"this rank has made {difference}. The ranks run different versions or a policy that "
+            "depends on more than its arguments: run the same files, and fix the policy"
+        )
 
 
 class EngineClosed(EngineDead):

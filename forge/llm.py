@@ -13,7 +13,7 @@ import itertools
 import runpy
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from types import TracebackType
@@ -30,6 +30,10 @@ from forge.overhead import measure_overhead
 from forge.policies import policy_names, policy_path
 from forge.policy import POLICIES, Policy
 from forge.progress import GenerationProgress
+from forge.rank_start import start_ranks
+from forge.ranks.rank_group import RankGroup
+from forge.ranks.rank_lead import RankLead
+from forge.ranks.rank_seat import LeaderSeat
 from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams
 from forge.start_log import StartLog
@@ -77,6 +81,8 @@ class Options(TypedDict, total=False):
     load_format: str
     enforce_eager: bool
     torch_compile: bool
+    tensor_parallel_size: int
+    check_ranks: bool
     kv_host_gib: float
     kv_disk_path: str
     kv_disk_gib: float
@@ -147,24 +153,33 @@ def open_engine_and_model(
     options: Options,
     exit_stack: ExitStack,
     start: StartLog | None = None,
+    seat: LeaderSeat | None = None,
 ) -> tuple[Engine, LoadedModel]:
     """Open the named model and an engine on it, until `exit_stack` closes. Raises InvalidConfig.
 
     start   where the phases of the start are recorded
+    seat    seat of rank 0, where another process has started the other ranks; None: they are
+            started here, if there are any
     """
     start = start or StartLog()
     scheduling_policy = load_policy(policy)
-    unknown = sorted(options.keys() - Options.__annotations__.keys())
-    if unknown:
-        known = ", ".join(Options.__annotations__)
-        raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
+    load_options = model_options(options)
     publisher = _open_publisher(options, exit_stack)
-    load_options = {n: value for n, value in options.items() if n not in OPTIONS_OF_NO_MODEL}
-    loaded = _add_engine_overhead(exit_stack.enter_context(load_model(model, load_options, start)))
-    recorder, path = None, options.get("record")
-    if path is not None:
-        policy_name = policy if isinstance(policy, str) else "a policy of its own"
-        recorder = _open_recording(path, policy_name, loaded, exit_stack)
+    with ExitStack() as opening:
+        lead, group = None, None
+        if seat is not None:
+            lead = RankLead(seat)
+        elif (group := start_ranks(model, load_options, policy, load_policy)) is not None:
+            lead = _lead_ranks(opening.enter_context(group))
+        loaded = opening.enter_context(load_model(model, load_options, start, lead))
+        if lead is not None:
+            opening.callback(lead.end)
+        if group is not None:
+            group.wait_until_ready()
+            opening.callback(group.expect_end)
+        exit_stack.enter_context(opening.pop_all())
+    loaded = _add_engine_overhead(loaded)
+    recorder = _create_recorder(options, policy, loaded, lead, exit_stack)
     engine = Engine(
         loaded.model,
         loaded.config,
@@ -193,6 +208,22 @@ def _open_publisher(options: Options, exit_stack: ExitStack) -> KVEventPublisher
     return publisher
 
 
+def model_options(options: Options) -> dict[str, Any]:
+    """Return the options that `load_model` takes. Raises InvalidConfig for one that is unknown."""
+    unknown = sorted(options.keys() - Options.__annotations__.keys())
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
+    return {name: value for name, value in options.items() if name not in OPTIONS_OF_NO_MODEL}
+
+
+def _lead_ranks(group: RankGroup) -> RankLead:
+    """Return rank 0 of a group, which runs in this thread."""
+    lead = RankLead(group.leader_seat)
+    group.watch_thread(lambda: lead.is_waiting)
+    return lead
+
+
 def _add_engine_overhead(loaded: LoadedModel) -> LoadedModel:
     """Return the model with the engine's own time added to its costs of drafts, if it has any."""
     speculation = loaded.config.speculation
@@ -203,19 +234,40 @@ def _add_engine_overhead(loaded: LoadedModel) -> LoadedModel:
     return loaded._replace(config=config)
 
 
-def _open_recording(
-    path: str, policy: str, loaded: LoadedModel, exit_stack: ExitStack
-) -> RecordingWriter:
-    """Open a recording in a new file, complete once `exit_stack` closes. Raises InvalidConfig."""
-    try:
-        file = exit_stack.enter_context(open(path, "w", encoding="utf-8", buffering=2**20))
-    except OSError as error:
-        raise InvalidConfig(
-            "record", f"{path!r} cannot be written: {error.strerror}", "Name another file"
-        ) from None
+def _create_recorder(
+    options: Options,
+    policy: str | Policy,
+    loaded: LoadedModel,
+    lead: RankLead | None,
+    exit_stack: ExitStack,
+) -> RecordingWriter | None:
+    """Return the recorder that the options name, complete once `exit_stack` closes, or None.
+
+    Its lines go to the file of `record`, and with `check_ranks` to the other ranks. Raises
+    InvalidConfig.
+    """
+    writers: list[Callable[[str], object]] = []
+    path = options.get("record")
+    if path is not None:
+        try:
+            file = exit_stack.enter_context(open(path, "w", encoding="utf-8", buffering=2**20))
+        except OSError as error:
+            raise InvalidConfig(
+                "record", f"{path!r} cannot be written: {error.strerror}", "Name another file"
+            ) from None
+        writers.append(file.write)
+    if lead is not None and options.get("check_ranks"):
+        writers.append(lead.send_line)
+    if not writers:
+        return None
     model = loaded.model
-    header = build_header(loaded.config, model.vocab_size(), model.eos_token(), policy, VERSION)
-    recording = RecordingWriter(file.write, time.perf_counter_ns, header)
+    policy_name = policy if isinstance(policy, str) else "a policy of its own"
+    header = build_header(
+        loaded.config, model.vocab_size(), model.eos_token(), policy_name, VERSION
+    )
+    recording = RecordingWriter(
+        lambda line: [write(line) for write in writers], time.perf_counter_ns, header
+    )
     exit_stack.callback(recording.close)
     return recording
 
@@ -226,9 +278,10 @@ def open_engine(
     options: Options,
     exit_stack: ExitStack,
     start: StartLog | None = None,
+    seat: LeaderSeat | None = None,
 ) -> tuple[Engine, Tokenizer]:
-    """Open an engine on the named model, until `exit_stack` closes. Raises InvalidConfig."""
-    engine, loaded = open_engine_and_model(model, policy, options, exit_stack, start)
+    """Open an engine on the named model, until `exit_stack` closes: see `open_engine_and_model`."""
+    engine, loaded = open_engine_and_model(model, policy, options, exit_stack, start, seat)
     return engine, loaded.tokenizer
 
 

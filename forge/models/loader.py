@@ -23,7 +23,7 @@ from dataclasses import fields, replace
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
 from forge.errors import InvalidConfig
@@ -38,7 +38,10 @@ from forge.models.host_blocks import HostBlocks
 from forge.models.load_costs import describe_load_costs, measure_load_costs
 from forge.models.loaded_model import LoadedModel
 from forge.models.mixed_costs import measure_mixed_costs
+from forge.models.rank_devices import RANK_VARIABLES, rank_environment
 from forge.models.tier_files import open_tier_files
+from forge.ranks.rank_lead import RankLead
+from forge.ranks.rank_seat import Seat
 from forge.start_log import LOG, StartLog
 from forge.tier_options import TierOptions
 from forge.tokenizer import ByteTokenizer
@@ -66,9 +69,37 @@ HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 """Pattern of Hugging Face's owner/name."""
 
 
+class LoadOptions(NamedTuple):
+    """Options of `load_model`, by what they are about.
+
+    device      those of DeviceOptions that the caller set
+    tiers       those of TierOptions, complete
+    config      fields of EngineConfig that the caller set, and `speculation`
+    draft       name of the draft model, or None
+    """
+
+    device: dict[str, Any]
+    tiers: TierOptions
+    config: dict[str, Any]
+    draft: str | None
+
+    @classmethod
+    def from_overrides(cls, overrides: Mapping[str, Any]) -> LoadOptions:
+        """Return the options that the caller set. Raise InvalidConfig."""
+        device = {key: value for key, value in overrides.items() if key in DEVICE_OPTIONS}
+        tiers = TierOptions(**{k: v for k, v in overrides.items() if k in TIER_OPTIONS})
+        other_names = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS, *TIER_OPTIONS}
+        config = {key: value for key, value in overrides.items() if key not in other_names}
+        config["speculation"] = _build_speculation(overrides)
+        return cls(device, tiers, config, overrides.get("draft_model"))
+
+
 @contextmanager
 def load_model(
-    name: str, overrides: Mapping[str, Any], start: StartLog | None = None
+    name: str,
+    overrides: Mapping[str, Any],
+    start: StartLog | None = None,
+    lead: RankLead | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the named model, and close it when the context ends.
 
@@ -76,13 +107,9 @@ def load_model(
     overrides   fields of EngineConfig, DeviceOptions and TierOptions, SPECULATION_OPTIONS and
                 `draft_model` that the caller set; the model has defaults for the others
     start       where the phases of the start are recorded; a checkpoint's are logged at its end
+    lead        rank 0 of a model that is divided over ranks; None: this process has it alone
     """
-    device_overrides = {key: value for key, value in overrides.items() if key in DEVICE_OPTIONS}
-    tier_options = TierOptions(**{k: v for k, v in overrides.items() if k in TIER_OPTIONS})
-    other_names = {"draft_model", *SPECULATION_OPTIONS, *DEVICE_OPTIONS, *TIER_OPTIONS}
-    config_fields = {key: value for key, value in overrides.items() if key not in other_names}
-    draft = overrides.get("draft_model")
-    config_fields["speculation"] = _build_speculation(overrides)
+    device_overrides, tier_options, config_fields, draft = LoadOptions.from_overrides(overrides)
     kind, _, options = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind == "hash":
         for option in device_overrides:
@@ -99,6 +126,37 @@ def load_model(
         with ExitStack() as exit_stack:
             yield _load_hash_model(name, hash_options, draft, config, tier_options, exit_stack)
         return
+    if lead is None and device_overrides.get("tensor_parallel_size", 1) != 1:
+        raise InvalidConfig(
+            "tensor_parallel_size",
+            "one process opens this model, alone",
+            "Leave it out, or use forge serve, forge generate, LLM or AsyncLLM",
+        )
+    start = start or StartLog()
+    seat = None if lead is None else lead.seat
+    with open_checkpoint_model(name, overrides, start, seat) as loaded:
+        if lead is not None:
+            from forge.models.hf.parallel.rank_steps import lead_model
+
+            loaded = loaded._replace(model=lead_model(loaded.model, lead))
+        with start.phase("step costs"):
+            loaded = _add_step_costs(loaded._replace(name=name))
+            if tier_options.measures_costs:
+                loaded = _add_load_costs(loaded)
+        start.log_summary()
+        yield loaded
+
+
+@contextmanager
+def open_checkpoint_model(
+    name: str, overrides: Mapping[str, Any], start: StartLog, seat: Seat | None = None
+) -> Iterator[LoadedModel]:
+    """Open the named checkpoint, or a rank's part of it, and close it when the context ends.
+
+    Raise InvalidConfig.
+    overrides   as in `load_model`
+    seat        rank of this process; None: there is one rank
+    """
     if not isinstance(name, str) or not _is_checkpoint(name):
         raise InvalidConfig(
             "model",
@@ -106,18 +164,13 @@ def load_model(
             "Use hash, tiny, the folder of a checkpoint, or a HuggingFace id such as "
             "Qwen/Qwen3-0.6B",
         )
-    device_options = DeviceOptions(**device_overrides)
-    _check_config_fields(config_fields)
-    start = start or StartLog()
-    path = _checkpoint_path(name)
+    options = LoadOptions.from_overrides(overrides)
+    device_options = DeviceOptions(**options.device)
+    _check_config_fields(options.config)
     with _open_checkpoint(
-        path, draft, config_fields, device_options, tier_options, start
+        *(_checkpoint_path(name), options.draft, options.config, device_options),
+        *(options.tiers, start, seat),
     ) as loaded:
-        with start.phase("step costs"):
-            loaded = _add_step_costs(loaded._replace(name=name))
-            if tier_options.measures_costs:
-                loaded = _add_load_costs(loaded)
-        start.log_summary()
         yield loaded
 
 
@@ -181,6 +234,7 @@ def _open_checkpoint(
     options: DeviceOptions,
     tier_options: TierOptions,
     start: StartLog,
+    seat: Seat | None,
 ) -> Iterator[LoadedModel]:
     """Import forge.models.hf, which takes seconds, and open the checkpoint with it."""
     if draft is not None and not (isinstance(draft, str) and _is_checkpoint(draft)):
@@ -189,6 +243,8 @@ def _open_checkpoint(
             f"{str(draft)[:64]!r} is no checkpoint",
             "Use tiny-draft, a folder, or a HuggingFace id such as Qwen/Qwen3-0.6B",
         )
+    if seat is not None:
+        os.environ.update(_rank_environment(seat, options.device))
     with refuse_missing_packages("model", "a checkpoint needs"):
         # Loading needs a file with weights, and its device the context, right after the imports.
         begin_early(
@@ -198,16 +254,33 @@ def _open_checkpoint(
         )
         with start.phase("imports"), pause_gc():
             from forge.models.hf import create_tier_setup, open_model, open_pair
+            from forge.models.hf.parallel.rendezvous import open_communicator
     # A collection during the rest of the start would visit every object of the packages.
-    with freeze_objects():
+    with ExitStack() as exit_stack:
+        exit_stack.enter_context(freeze_objects())
+        communicator = None
+        if seat is not None:
+            with start.phase("ranks"):
+                communicator = exit_stack.enter_context(
+                    open_communicator(seat.rank, seat.world_size, seat.store_path, options.device)
+                )
         tiers = create_tier_setup(tier_options, config_fields.get("enable_prefix_caching", True))
         opened = (
-            open_model(name, config_fields, options, start, tiers)
+            open_model(name, config_fields, options, start, tiers, communicator)
             if draft is None
-            else open_pair(name, _checkpoint_path(draft), config_fields, options, start, tiers)
+            else open_pair(
+                *(name, _checkpoint_path(draft), config_fields, options, start, tiers),
+                communicator=communicator,
+            )
         )
-        with opened as loaded:
-            yield loaded
+        yield exit_stack.enter_context(opened)
+
+
+def _rank_environment(seat: Seat, device: str) -> Mapping[str, str]:
+    """Return the variables that a rank's process sets before CUDA starts. Raise InvalidConfig."""
+    if device == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return RANK_VARIABLES
+    return rank_environment(seat.rank, seat.world_size, os.environ)
 
 
 def _add_step_costs(loaded: LoadedModel) -> LoadedModel:

@@ -49,7 +49,7 @@ LLM_AND_BELOW = (
     | HOSTS
     | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
     | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
-    | {"models.*", "llm", "async_llm", "replay_run"}
+    | {"models.*", "llm", "async_llm", "rank_start", "ranks.*", "replay_run"}
 )
 
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
@@ -110,9 +110,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "routing.*": {"blocks", "errors", "kv_events", "routing.*"},
     "ranks.*": {"errors", "log", "ranks.*"},
     "replay_run": ENGINE_AND_BELOW - {"engine"},
+    "rank_start": ENGINE_AND_BELOW | {"models.*", "ranks.*", "replay_run", "start_log"},
     "llm": ENGINE_AND_BELOW
     | {"kv_event_options", "kv_publisher"}
-    | {"models.*", "outputs", "overhead", "progress"}
+    | {"models.*", "outputs", "overhead", "progress", "rank_start", "ranks.*"}
     | {"start_log", "version"},
     "session_timers": {"sessions"},
     "tier_status": {"scheduler"},
@@ -122,7 +123,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
-    | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"},
+    | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"}
+    | {"rank_start", "ranks.*"},
     "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},
     "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
@@ -192,6 +194,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "cli.*": {"requirements", "server.*", "yaml"},
     "cli.main": {"bench.*", "sim.*"},
     "models.loader": {"models.hf.*"},
+    "rank_start": {"models.hf.*"},
     "engine": {"structured_output"},
     "kv_event_wire": {"msgspec"},
     "kv_publisher": {"zmq"},

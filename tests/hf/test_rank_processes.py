@@ -1,0 +1,92 @@
+"""A model over two processes serves the tokens of one, and ends with the rank that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from forge.async_llm import AsyncLLM  # noqa: E402
+from forge.llm import LLM, Options  # noqa: E402
+from forge.request import SamplingParams  # noqa: E402
+from tests.ranks.test_rank_group import is_alive, wait_until  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(480)]
+
+ON_CPU: Options = {"device": "cpu", "dtype": "float32", "num_blocks": 256}
+PROMPTS = ("Once upon a time", "The quick")
+PARAMS = (
+    SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=16, seed=5, top_k=7, repetition_penalty=1.2, ignore_eos=True),
+)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def child_pids() -> list[int]:
+    """Return the processes that this one has started with multiprocessing's spawn."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            command = stat.with_name("cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == os.getpid() and b"spawn_main" in command:
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def test_two_processes_serve_the_tokens_of_one_and_end_when_one_is_killed() -> None:
+    """Each rank schedules too and compares its plans. Then rank 1 is killed during a request."""
+    with LLM("tiny", **ON_CPU) as alone:
+        outputs = alone.generate(list(PROMPTS), list(PARAMS), use_tqdm=False)
+        expected = [list(output.choices[0].token_ids) for output in outputs]
+    before = child_pids()
+    llm = AsyncLLM.spawn("tiny", **ON_CPU, tensor_parallel_size=2, check_ranks=True)
+    rank_1, rank_0 = [pid for pid in child_pids() if pid not in before]
+
+    async def serve() -> list[list[int]]:
+        requests = [llm.generate(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+        return [list(each.choices[0].token_ids) for each in await asyncio.gather(*requests)]
+
+    async def kill_during_a_request() -> str | None:
+        error = None
+        async for delta in llm.stream("Once", LONG):
+            with suppress(ProcessLookupError):
+                os.kill(rank_1, signal.SIGKILL)
+            error = delta.error
+        return error
+
+    try:
+        assert asyncio.run(serve()) == expected
+        error = asyncio.run(kill_during_a_request())
+        assert error is not None and "rank 1 ended (signal 9, Killed)" in error
+        wait_until(lambda: not is_alive(rank_0) and not is_alive(rank_1))
+        assert llm.failure is not None and "rank 1 ended (signal 9, Killed)" in llm.failure
+    finally:
+        llm.close()
+
+
+def test_ranks_of_a_program_end_with_it() -> None:
+    """LLM runs rank 0 in the program's own thread."""
+    code = (
+        "from forge import LLM, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        "    with LLM('tiny', device='cpu', num_blocks=64, tensor_parallel_size=2) as llm:\n"
+        "        params = SamplingParams(max_tokens=4, temperature=0.0)\n"
+        "        print(len(llm.generate('Once', params)[0].choices[0].token_ids))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=400, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, "4\n"), ended.stderr
+    assert "killed" not in ended.stderr
