@@ -231,9 +231,9 @@ class RankGroup:
                 self._read_report(reports, pipe, words)
             if self._leader is not None and self._leader.sentinel in ready:
                 self._leader.join(KILL_TIMEOUT_S)
-                self._fail(f"rank 0 ended (exit code {self._leader.exitcode})")
-                _join_all(self._followers, ORPHAN_GRACE_S)
-                _kill_all(self._followers)
+                if self._fail(f"rank 0 ended (exit code {self._leader.exitcode})"):
+                    _join_all(self._followers, ORPHAN_GRACE_S)
+                    _kill_all(self._followers)
                 return
             for sentinel in [each for each in followers if each in ready]:
                 ended = followers.pop(sentinel)

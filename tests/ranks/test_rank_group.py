@@ -74,10 +74,15 @@ def _nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        ("killed while loading", r"rank 2 ended \(signal 9, Killed\)"),
+        pytest.param(
+            *("killed while loading", r"rank 2 ended \(signal 9, Killed\)"), marks=pytest.mark.long
+        ),
         ("raises while loading", r"rank 2 ended .*ValueError: no weights for rank 2"),
         ("killed in a step", r"rank 2 ended \(signal 9, Killed\)"),
-        ("raises in a step", r"rank 2 ended .*ArithmeticError: an illegal memory access"),
+        pytest.param(
+            *("raises in a step", r"rank 2 ended .*ArithmeticError: an illegal memory access"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_rank_that_ends_ends_all_ranks_with_its_last_words(
@@ -94,6 +99,7 @@ def test_a_rank_that_ends_ends_all_ranks_with_its_last_words(
     ranks.group.close()
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_be_imported_ends_all_ranks() -> None:
     ranks = Ranks("none", run_rank=follow_after_import)
     pids = ranks.pids
@@ -103,7 +109,7 @@ def test_a_rank_that_cannot_be_imported_ends_all_ranks() -> None:
     ranks.group.close()
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_while_it_waits_for_a_step_ends_all_ranks(rank: int) -> None:
     ranks = Ranks("killed while serving")
     pids = ranks.pids
@@ -122,7 +128,14 @@ def test_the_end_of_rank_0_ends_ranks_that_hang_in_a_step() -> None:
     ranks.group.close()
 
 
-@pytest.mark.parametrize("stage", ["none", "killed at shutdown", "hangs at shutdown"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "none",
+        pytest.param("killed at shutdown", marks=pytest.mark.long),
+        pytest.param("hangs at shutdown", marks=pytest.mark.long),
+    ],
+)
 def test_ranks_end_with_the_ring_or_are_killed(
     stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,7 +150,9 @@ def test_ranks_end_with_the_ring_or_are_killed(
     assert ("rank 2 did not end and is killed" in caplog.text) is (stage == "hangs at shutdown")
 
 
-@pytest.mark.parametrize("stage", ["none", "killed in a step"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("none", marks=pytest.mark.long), "killed in a step"]
+)
 def test_ranks_end_when_the_process_that_started_them_is_killed(stage: str) -> None:
     """Rank 1 hangs with the interpreter in one case, so no Python of it could notice."""
     code = (
