@@ -94,9 +94,9 @@ def measure(
     """Run the parts on ranks. Return the figures by part, and failures as sentences."""
     # Imported by the ranks: this process uses no device.
     from forge.bench.all_reduce_rank import Setting, run_rank
-    from forge.models.hf.parallel.all_reduce_layout import RANK_ENVIRONMENT
+    from forge.models.rank_devices import WITHOUT_MULTICAST
 
-    os.environ.update(RANK_ENVIRONMENT, MASTER_PORT=str(find_free_port()))
+    os.environ.update(WITHOUT_MULTICAST, MASTER_PORT=str(find_free_port()))
     max_bytes = max(2 * hidden * max(rows), MIN_MAX_BYTES)
     setting = Setting(hidden, -(-max_bytes // 512) * 512, calls)
     figures: dict[str, Any] = {}

@@ -16,9 +16,14 @@ from collections.abc import Mapping
 
 from forge.errors import InvalidConfig
 
-RANK_VARIABLES: Mapping[str, str] = {
+WITHOUT_MULTICAST: Mapping[str, str] = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+"""Variables that keep NCCL and torch from multicast."""
+
+RANK_VARIABLES: Mapping[str, str] = {
+    **WITHOUT_MULTICAST,
     # Each rank's device is cuda:0, by which torch would take them for one device.
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }

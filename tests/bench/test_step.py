@@ -284,6 +284,7 @@ def test_a_trace_becomes_times_per_step_and_group() -> None:
         steps=2,
     )
     assert result["groups_us"] == {
+        "ranks": 0.0,
         "attention": 5.0,
         "sampling": 5.0,
         "copies": 5.0,

@@ -311,14 +311,21 @@ def check_rounds(outcome: WorldOutcome) -> Counter[str]:
         for index in range(request.params.n)
     ]
     undrafted = {o.step: o.undrafted for o in outcome.log if isinstance(o, StepOutput)}
-    steps = {id(r): p.step for p in outcome.log if isinstance(p, StepPlan) for r in p.rows}
+    plans = {each.step: each for each in outcome.log if isinstance(each, StepPlan)}
+    steps = {id(row): plan.step for plan in plans.values() for row in plan.rows}
+    late_masks = {
+        id(plans[plan.step - 1].rows[late.row]): (late.mask,)
+        for plan in plans.values()
+        for late in plan.late_masks
+    }
     for row, out in committed_rows(outcome.log):
         state = states[row.seq_id]
         if not out.tokens or len(state.tokens) < row.end - len(row.drafts):
             continue  # nothing was sampled, or an earlier row lost its result
         failed = row.seq_id in undrafted[steps[id(row)]]
         num_drafts = len(out.verified) if failed else len(row.drafts)
-        expected = replay_round(state, row, num_drafts, model, draft, speculation.acceptance)
+        masked = row._replace(masks=late_masks.get(id(row), row.masks))
+        expected = replay_round(state, masked, num_drafts, model, draft, speculation.acceptance)
         where = f"world {world.seed}: {row}"
         assert list(out.tokens) == expected.tokens, where
         assert [judged.token for judged in out.verified] == expected.drafts[
@@ -343,6 +350,7 @@ def check_rounds(outcome: WorldOutcome) -> Counter[str]:
         counts["filtered"] += bool(row.drafts) and state.params.top_p < 1.0
         counts["penalised"] += bool(row.drafts) and state.params.has_penalties
         counts["masked"] += bool(row.drafts and row.masks)
+        counts["late masks"] += id(row) in late_masks
         counts["failed"] += failed
         counts["scored"] += bool(scores) and len(out.tokens) > 1
     return counts

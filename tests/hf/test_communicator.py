@@ -9,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from forge.models.hf.parallel.all_reduce_layout import RANK_ENVIRONMENT  # noqa: E402
 from forge.models.hf.parallel.communicator import add_parts  # noqa: E402
 from forge.models.hf.parallel.cuda_communicator import (  # noqa: E402
     CudaCommunicator,
@@ -21,7 +20,6 @@ from forge.models.hf.parallel.sharded_sampler import (  # noqa: E402
     create_ranking,
     merge_best,
 )
-from forge.models.rank_devices import RANK_VARIABLES  # noqa: E402
 from tests.hf.thread_ranks import ThreadCommunicator, create_communicators, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -114,7 +112,3 @@ def test_a_row_without_a_finite_logit_on_any_rank_has_a_status_and_no_token() ->
     scores = torch.full((2, 1), -inf, dtype=torch.float64)
     tokens, status = torch.zeros((2, 1)).int(), torch.full((2, 1), 4).int()
     assert [each.tolist() for each in merge(scores, tokens, status)] == [[0], [4]]
-
-
-def test_ranks_have_the_environment_of_the_one_shot_kernels() -> None:
-    assert RANK_ENVIRONMENT.items() <= RANK_VARIABLES.items()

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from forge.models.hf.parallel.all_reduce_layout import (
+from forge.models.all_reduce_layout import (
     KERNELS,
     MAX_VECTORS,
     AllReduceLayout,

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from forge.models.hf.parallel.all_reduce_layout import AllReduceLayout
+from forge.models.all_reduce_layout import AllReduceLayout
 from tests.models.emulated_all_reduce import (
     MAX_THREADS,
     Call,

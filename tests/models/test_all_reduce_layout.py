@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.models.hf.parallel.all_reduce_layout import AllReduceLayout, has_flags
+from forge.models.all_reduce_layout import AllReduceLayout, has_flags
 
 LAYOUTS = (
     AllReduceLayout(2, 128, 512, 2**18, 20 * 2**20),

@@ -28,16 +28,16 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from forge.models.hf.cuda_module import CudaModule, compile_source, with_index
-from forge.models.hf.parallel.all_reduce_layout import (
+from forge.models.all_reduce_layout import (
     KERNELS,
     MAX_VECTORS,
-    RANK_ENVIRONMENT,
     VECTOR_BYTES,
     AllReduceLaunch,
     AllReduceLayout,
     has_flags,
 )
+from forge.models.hf.cuda_module import CudaModule, compile_source, with_index
+from forge.models.rank_devices import WITHOUT_MULTICAST
 
 SOURCE = Path(__file__).with_name("all_reduce.cu")
 
@@ -237,7 +237,7 @@ class OneShotAllReduce:
 
 def _check_environment() -> None:
     """Raise RuntimeError where this process may use multicast."""
-    for name, value in RANK_ENVIRONMENT.items():
+    for name, value in WITHOUT_MULTICAST.items():
         if os.environ.get(name) != value:
             raise RuntimeError(f"{name} is not {value}. Set it before the process uses CUDA.")
 

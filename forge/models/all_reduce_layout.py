@@ -1,7 +1,6 @@
 """AllReduceLayout: memory and launches of the kernels of all_reduce.cu. Needs no torch.
 
-Owns the environment of a rank, offsets and sizes of what is shared, and how a call is divided among
-CTAs. Knows no device.
+Owns offsets and sizes of what is shared, and how a call is divided among CTAs. Knows no device.
 
     memory of a rank, at the same offsets on each
     packet slots [parity][rank] | data slots [parity][rank] | data flags [parity][CTA][rank]
@@ -14,9 +13,6 @@ CTA of another rank keeps none from starting.
 from __future__ import annotations
 
 from typing import NamedTuple
-
-RANK_ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
-"""Variables of every rank's process, set before it uses CUDA: multicast is not used."""
 
 VECTOR_BYTES = 16
 """Bytes of a load. Rows and messages have a multiple of them."""
