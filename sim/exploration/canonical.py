@@ -13,7 +13,7 @@ What is renamed, and why nothing depends on the name:
                         With sizes of the pool, a block keeps the sizes that it would survive
     slot                left out: each running sequence has one, and all are alike
     epoch               whether it is 0, and whether a row in flight is of the current one
-    plan                by its index in the ledger
+    plan                by its index in the ledger. A row that awaits its mask differs from others
     hash                its first 8 bytes: it stands for all tokens before, and is no name
     session             by age. One that the client names has its name: a later request may give it
     ended request       by its last block, where a request of the menu could continue it
@@ -248,8 +248,9 @@ def _plan(plan: StepPlan, sequences: dict[int, Sequence], indices: dict[int, int
                 row.end,
                 row.num_samples,
                 len(row.drafts),
+                index in plan.late_rows,
             )
-            for row in plan.rows
+            for index, row in enumerate(plan.rows)
             if row.seq_id in sequences
         ]
     )

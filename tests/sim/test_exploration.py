@@ -89,7 +89,7 @@ NUM_STATES = {
     ("exempt", 1): 394,
     ("exempt", 2): 779,
     ("structure", 1): 1923,
-    ("structure", 2): 2892,
+    ("structure", 2): 3311,
     ("resize", 1): 2802,
     ("resize", 2): 6012,
     ("host", 1): 1547,
@@ -445,6 +445,22 @@ def test_states_that_are_merged_have_equal_futures(name: str) -> None:
             num_renamed += 1
             assert walk(world, canonical, one, other, draws) == []
     assert num_renamed > 10
+
+
+def test_a_row_that_awaits_its_mask_is_in_the_form() -> None:
+    """The same row is planned ahead of the token before, or after it. Only ahead it is late."""
+    world = find_world("structure", 2)
+    ahead, after = create_state(world, FCFS), create_state(world, FCFS)
+    schedule, commit = Action(SCHEDULE), Action(COMMIT, outcomes=(GO,))
+    for state, actions in (
+        (ahead, (schedule, schedule, commit)),
+        (after, (schedule, commit, schedule)),
+    ):
+        for action in (Action(ADD, 0), *actions):
+            perform(world, state, action)
+    assert [state.scheduler.ledger[0].late_rows for state in (ahead, after)] == [(0,), ()]
+    forms = [Canonicaliser(world).form(state.scheduler) for state in (ahead, after)]
+    assert forms[0] != forms[1]
 
 
 class FormWithoutOrder(Canonicaliser):
