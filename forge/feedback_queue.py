@@ -43,7 +43,7 @@ COMPILE_LEVELS = (
     QueueLevel(slots=1, cpu_s=2.0, memory_mib=16, max_waiting=32),
 )
 """Levels of compilations. Nearly all structures compile in the first (0.03 s, 6 MiB). A schema of
-400 ranges needs the second (0.16 s, 11 MiB). Their costs: wiki/Structure.md."""
+400 ranges needs the second (0.16 s, 11 MiB). Their costs: wiki/Structured-output.md."""
 
 
 class Demotion(Enum):

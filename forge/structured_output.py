@@ -73,11 +73,11 @@ PARSER_LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 """Bounds on the cost of a mask: with the library's own limits one took 20 times as long as the
-slowest mask of wiki/Structure.md."""
+slowest mask of wiki/Structured-output.md."""
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 """The end of every grammar. Without it, a mask first writes out all text that must follow, and no
-fuel bounds that: see wiki/Structure.md."""
+fuel bounds that: see wiki/Structured-output.md."""
 
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as json.dumps writes it. With free white space a model might write nothing else."""

@@ -86,7 +86,7 @@ def create_config(depth: int, speculation: Speculation | None = None) -> EngineC
 def create_models(config: EngineConfig) -> tuple[HFModel, LogitsModel, EagerGraphs]:
     """Return the model with stand-ins for graphs of 8 rows, and its reference."""
     plain = assemble_model(
-        (MarkovDecoder(TABLE)),
+        MarkovDecoder(TABLE),
         MARKOV_LAYERS,
         select_kv_cache_spec(MARKOV_LAYERS, torch.float64, CPU),
         config,

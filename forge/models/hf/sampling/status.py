@@ -24,6 +24,7 @@ STATUS_NO_MASK = 5
 """The next plan gave no mask for this late row: its sequence has ended."""
 
 NUM_STATUSES = 5
+"""Statuses that a sampler gives. STATUS_NO_MASK is none of them: the host sets it."""
 
 _ERROR_TEXTS = {
     STATUS_NAN: "the model's logits are not finite: NaN",
