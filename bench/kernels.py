@@ -73,6 +73,14 @@ class KernelShape(NamedTuple):
             Gemm("down", self.intermediate, self.hidden),
         ]
 
+    def divide(self, ranks: int) -> KernelShape:
+        """Return the sizes of one of so many ranks. Raise ValueError where they are not whole."""
+        divided = (self.intermediate, self.heads, self.kv_heads, self.vocab)
+        if ranks < 1 or any(size % ranks for size in divided):
+            raise ValueError(f"{divided} cannot be divided by {ranks} ranks")
+        intermediate, heads, kv_heads, vocab = (size // ranks for size in divided)
+        return self._replace(intermediate=intermediate, heads=heads, kv_heads=kv_heads, vocab=vocab)
+
     def gemms(self) -> list[Gemm]:
         """Return the products of a layer, and the head."""
         return [*self.layer_gemms(), Gemm("head", self.hidden, self.vocab)]
@@ -83,6 +91,17 @@ SHAPES = {
     "qwen3-0.6b": KernelShape(1024, 3072, 28, 16, 8, 151936, (1, 2, 4)),
     "llama-3.1-8b": KernelShape(4096, 14336, 32, 32, 8, 128256, (1,)),
 }
+
+
+def find_shape(name: str) -> KernelShape:
+    """Return the shape of a name of SHAPES, or of one rank: `llama-3.1-8b/2` is one of two ranks.
+
+    Raise ValueError for a name that is not known, or sizes that cannot be divided.
+    """
+    whole_name, slash, ranks = name.partition("/")
+    if whole_name not in SHAPES or (slash and not ranks.isdigit()):
+        raise ValueError(f"{name} is not one of {', '.join(SHAPES)}, with /2 for one of two ranks")
+    return SHAPES[whole_name].divide(int(ranks) if slash else 1)
 
 
 def row_tiles(m: int, k: int, n: int) -> Iterator[SmallGemmTile]:
@@ -373,7 +392,9 @@ def _measure_chains(
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m forge.bench.kernels")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument(
+        "--shapes", default=",".join(SHAPES), help="NAME/2 is one of two ranks of a model"
+    )
     parser.add_argument("--json")
     return parser.parse_args()
 
@@ -381,7 +402,7 @@ def _parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Check, tune, measure chains and print. Writes the record where `--json` names a file."""
     arguments = _parse_arguments()
-    shapes = {name: SHAPES[name] for name in arguments.shapes.split(",")}
+    shapes = {name: find_shape(name) for name in arguments.shapes.split(",")}
     jobs = [
         (item.name, tiles)
         for shape in shapes.values()

@@ -317,6 +317,45 @@ def test_a_shape_that_was_measured_has_its_tile_and_every_other_has_one_by_rule(
     assert tiles.select_tile(3, 2560, 6144) == tiles.select_tile(4, 2560, 6144)
 
 
+@pytest.mark.parametrize("n", [4096, 6144, 28672])
+def test_the_rule_gives_long_rows_the_tiles_that_were_fastest_for_them(n: int):
+    """The wide head's own tile has 4 outputs; the rule would give it 2."""
+    products = pytest.importorskip("forge.models.hf.ops.small_gemm")
+    rule = products.SmallGemmTiles({})
+    assert rule.select_tile(1, 4096, n) == products.H200_TILES.select_tile(1, 4096, n)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "tile"),
+    [
+        (4096, 14336, (2, 4, 4)),
+        (4096, 64128, (2, 4, 4)),
+        (7168, 4096, (2, 2, 6)),
+        (5120, 25600, (2, 4, 5)),
+        (8192, 5120, (2, 2, 6)),
+        (2048, 4096, (4, 1, 4)),
+        (4096, 3072, (4, 4, 2)),
+        (2560, 9728, (4, 1, 4)),
+    ],
+)
+def test_a_divided_weight_has_a_tile_with_half_of_a_long_row_in_flight(
+    k: int, n: int, tile: tuple[int, int, int]
+):
+    """Weights of Llama 3.1 8B, Qwen3 32B and 4B, divided over two ranks or whole."""
+    products = pytest.importorskip("forge.models.hf.ops.small_gemm")
+    assert products.H200_TILES.select_tile(1, k, n) == tile
+
+
+@needs_compiler
+@pytest.mark.parametrize(("k", "n"), [(4096, 14336), (5120, 25600), (8192, 57344)])
+def test_gate_up_of_long_rows_stays_in_registers(k: int, n: int, tmp_path: Path):
+    products = pytest.importorskip("forge.models.hf.ops.small_gemm")
+    for m in (1, 2):
+        tile = products.H200_TILES.select_tile(m, k, n)
+        compiled = compile_for_hopper(products.row_gate_up, {"M": m, "K": k}, tile)
+        assert stack_bytes(compiled, tmp_path) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", {**CASES, **GPU_CASES})
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
