@@ -19,8 +19,11 @@ from forge.models.hf.loading.checkpoint import (  # noqa: E402
     Checkpoint,
     build_meta_module,
     load_module,
+    mean_layer_weights,
     open_checkpoint,
 )
+from forge.models.hf.loading.decoder_loader import agree_prefill, load_decoder  # noqa: E402
+from forge.models.hf.loading.kernel_selection import PrefillKernels  # noqa: E402
 from forge.models.hf.loading.kv_tiers import create_tier_setup  # noqa: E402
 from forge.models.hf.loading.model_loader import open_model  # noqa: E402
 from forge.models.hf.loading.partition import WHOLE, ShardedModel, partition_for  # noqa: E402
@@ -31,6 +34,7 @@ from forge.models.hf.loading.sharded_weights import (  # noqa: E402
 from forge.models.hf.parallel.module_layout import find_layout  # noqa: E402
 from forge.models.hf.parallel.sharded_module import fill_module, shrink_module  # noqa: E402
 from forge.models.hf.parallel.sharding import HeadCounts, Shard, VocabShard  # noqa: E402
+from forge.start_log import StartLog  # noqa: E402
 from forge.tier_options import TierOptions  # noqa: E402
 from tests.hf.families import create_module  # noqa: E402
 from tests.hf.thread_ranks import create_communicators, run_ranks, select_part  # noqa: E402
@@ -201,3 +205,42 @@ def test_options_that_ranks_do_not_have_are_refused_by_name(tmp_path: Path) -> N
             open_model("anything", {}, options, tiers=tiers, communicator=one),
         ):
             pass
+
+
+def test_ranks_count_equal_weights_of_a_layer_though_one_alone_has_biases(tmp_path: Path) -> None:
+    """The count decides which graphs are captured, in which the ranks meet."""
+    module = create_module("llama", torch.float32)
+    config = module.config
+    config.attention_bias = config.mlp_bias = True
+    with torch.device("cpu"):
+        type(module)(config).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path), CPU, "float32")
+    parts = [load_sharded_module(checkpoint, each, CPU) for each in create_communicators(2)]
+    counts = [mean_layer_weights(part) for part in parts]
+    assert counts[0] == counts[1] + 2 * config.hidden_size
+
+    def count(communicator: Any) -> int:
+        loaded = load_decoder(
+            checkpoint,
+            {"max_model_len": 64, "block_size": 16},
+            DeviceOptions(device="cpu", dtype="float32"),
+            CPU,
+            StartLog(),
+            partition=ShardedModel(communicator),
+        )
+        return loaded.layer_weights
+
+    assert run_ranks(create_communicators(2), count) == [counts[1]] * 2
+
+
+@pytest.mark.parametrize("has_wrappers", [(True, True), (True, False), (False, False)])
+def test_ranks_have_flashinfers_kernels_together_or_not_at_all(
+    has_wrappers: tuple[bool, bool],
+) -> None:
+    def agree(communicator: Any) -> bool:
+        wrappers: Any = object() if has_wrappers[communicator.rank] else None
+        found = PrefillKernels(wrappers, ())
+        agreed = agree_prefill(found, ShardedModel(communicator), CPU)
+        return agreed.wrappers is not None
+
+    assert run_ranks(create_communicators(2), agree) == [all(has_wrappers)] * 2

@@ -47,6 +47,8 @@ from forge.models.hf.loading.checkpoint import (
 )
 from forge.models.hf.loading.decoder_record import DecoderRecord
 from forge.models.hf.loading.kernel_selection import (
+    NO_FLASHINFER,
+    PrefillKernels,
     import_kernel_libraries,
     select_attention,
     select_kv_cache_spec,
@@ -184,6 +186,20 @@ def run_concurrently(
             advance(1)
 
 
+def agree_prefill(
+    found: PrefillKernels, partition: Partition, device: torch.device
+) -> PrefillKernels:
+    """Return the kernels that this process found, without FlashInfer's where a rank has them not.
+
+    The kernels decide which steps are replayed, and so which sums the ranks make together.
+    """
+    has_wrappers = found.wrappers is not None
+    if partition.fewest(int(has_wrappers), device) == int(has_wrappers):
+        return found
+    log.warning("prefill attention: Triton's kernel, since a rank has none of FlashInfer's")
+    return NO_FLASHINFER
+
+
 def load_decoder(
     checkpoint: Checkpoint,
     config_fields: Mapping[str, Any],
@@ -205,7 +221,8 @@ def load_decoder(
         module = partition.load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
         with start.phase("kernel libraries"):
             libraries.result()
-    layer_weights = mean_layer_weights(module)
+    # Rank 0 alone has the biases of partial sums. All ranks have to capture the same graphs.
+    layer_weights = partition.fewest(mean_layer_weights(module), device)
     decoder: Decoder
     with torch.inference_mode():
         if options.torch_compile:
@@ -218,7 +235,8 @@ def load_decoder(
                 layers = ModuleDecoder(module).inspect_layers()
                 kv_cache_spec = select_kv_cache_spec(layers, dtype, device)
                 with start.phase("choice of kernels"):
-                    prefill = select_prefill(layers, kv_cache_spec, device)
+                    found = select_prefill(layers, kv_cache_spec, device)
+                    prefill = agree_prefill(found, partition, device)
 
                 def warm_up(fused: FusedDecoder, layers: list[LayerSpec]) -> None:
                     with start.phase("kernels"):
