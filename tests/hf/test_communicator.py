@@ -14,6 +14,7 @@ from forge.models.hf.parallel.cuda_communicator import (  # noqa: E402
     CudaCommunicator,
     exact_numbers,
     restore_numbers,
+    select_one_shot_bytes,
 )
 from forge.models.hf.parallel.sharded_sampler import (  # noqa: E402
     BestTokens,
@@ -112,3 +113,10 @@ def test_a_row_without_a_finite_logit_on_any_rank_has_a_status_and_no_token() ->
     scores = torch.full((2, 1), -inf, dtype=torch.float64)
     tokens, status = torch.zeros((2, 1)).int(), torch.full((2, 1), 4).int()
     assert [each.tolist() for each in merge(scores, tokens, status)] == [[0], [4]]
+
+
+def test_two_ranks_sum_longer_messages_in_one_shot_than_more_ranks_do() -> None:
+    """256 hidden states of Qwen3 4B and of Llama 3.1 8B are summed, with norm, in one launch."""
+    assert 256 * 4096 * 2 <= select_one_shot_bytes(2) < 5 << 20
+    assert select_one_shot_bytes(2) % 512 == 0
+    assert select_one_shot_bytes(4) == select_one_shot_bytes(8) == 1 << 20
