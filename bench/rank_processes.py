@@ -124,7 +124,8 @@ def _collect(
     deadlines_s = [time.monotonic() + SETUP_LIMIT_S for _ in receivers]
     num_reported = 0
     while num_reported < len(names):
-        active = [rank for rank, each in enumerate(results) if len(each) < len(names)]
+        # What a rank that is ahead has sent waits: the first part that fails is the failure.
+        active = [rank for rank, each in enumerate(results) if len(each) == num_reported]
         remaining_s = min(deadlines_s[rank] for rank in active) - time.monotonic()
         ready = wait([receivers[rank] for rank in active], max(0.0, remaining_s))
         for rank in active:

@@ -254,13 +254,14 @@ def _open_checkpoint(
         )
         with start.phase("imports"), pause_gc():
             from forge.models.hf import create_tier_setup, open_model, open_pair
-            from forge.models.hf.parallel.rendezvous import open_communicator
     # A collection during the rest of the start would visit every object of the packages.
     with ExitStack() as exit_stack:
         exit_stack.enter_context(freeze_objects())
         communicator = None
         if seat is not None:
             with start.phase("ranks"):
+                from forge.models.hf.parallel.rendezvous import open_communicator
+
                 communicator = exit_stack.enter_context(
                     open_communicator(seat.rank, seat.world_size, seat.store_path, options.device)
                 )

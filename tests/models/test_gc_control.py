@@ -134,7 +134,7 @@ class CollectorState(ModuleType):
         """Return None: there are no KV tiers."""
 
     @contextmanager
-    def open(self, *arguments: object) -> Iterator[LoadedModel]:
+    def open(self, *arguments: object, communicator: object = None) -> Iterator[LoadedModel]:
         self.record("start")
         tokenizer = ByteTokenizer()
         model = HashModel(
