@@ -113,7 +113,8 @@ def run_tests(tree: Path, *words: str) -> int:
     import pytest
 
     options = ["-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", "--assert=plain", "--tb=no"]
-    return pytest.main([*options, *words])
+    # Runs that share pytest's folder list it while others remove theirs, which fails some of them.
+    return pytest.main([*options, f"--basetemp={tree.parent / 'pytest'}", *words])
 
 
 def fork_tests(tree: Path, *words: str) -> int:
