@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from typing import Any
 
 from forge.bench.rank_processes import run_parts
 from forge.bench.result_file import create_result, write_json
+from forge.bench.served_traffic import find_free_port
 from forge.bench.workload import print_result
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
@@ -70,14 +70,6 @@ def summarize(results: Sequence[Any]) -> Any:
     return results[0]
 
 
-def find_free_port() -> int:
-    """Return a port of this host that is free, and probably those after it."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return min(port, 65000)
-
-
 def print_table(figures: dict[str, Any], rows: Sequence[int], hidden: int) -> None:
     """Print microseconds by size and method, a table for each mode."""
     for mode in MODES:
@@ -96,7 +88,8 @@ def measure(
     from forge.bench.all_reduce_rank import Setting, run_rank
     from forge.models.rank_devices import WITHOUT_MULTICAST
 
-    os.environ.update(WITHOUT_MULTICAST, MASTER_PORT=str(find_free_port()))
+    port = min(find_free_port(), 65_000)  # each start of the ranks takes the port after it
+    os.environ.update(WITHOUT_MULTICAST, MASTER_PORT=str(port))
     max_bytes = max(2 * hidden * max(rows), MIN_MAX_BYTES)
     setting = Setting(hidden, -(-max_bytes // 512) * 512, calls)
     figures: dict[str, Any] = {}

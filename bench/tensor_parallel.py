@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 
 from forge.bench.engine_driver import defaults
 from forge.bench.result_file import create_result, write_json
+from forge.bench.served_traffic import find_free_port
 from forge.bench.shapes import SHAPES, write_shape
 from forge.bench.workload import Cells, print_result
 from forge.errors import ForgeError, InvalidConfig
@@ -68,9 +68,7 @@ def run_ranks(world_size: int, job: Mapping[str, Any], limit_s: float = LIMIT_S)
     Raise InvalidConfig where a rank fails, or the ranks take longer than `limit_s`. No process is
     left.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = find_free_port()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
         processes: list[subprocess.Popen[str]] = []

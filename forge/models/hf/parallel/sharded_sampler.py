@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from forge.models.hf.buffers import int64_array, upload
 from forge.models.hf.parallel.communicator import Communicator
 from forge.models.hf.parallel.sharding import Shard, VocabShard
 from forge.models.hf.sampling.adjusted_chunks import SamplingChunk
@@ -205,9 +206,7 @@ class ShardedSampler(AgreedSampler):
     def _gather(self, logits: Tensor, logits_rows: Sequence[int]) -> Tensor:
         """Return the whole logits of these rows, [len(logits_rows), V]."""
         if list(logits_rows) != list(range(len(logits))):
-            index = torch.tensor(logits_rows, dtype=torch.int64)
-            if logits.device.type == "cuda":
-                index = index.pin_memory().to(logits.device, non_blocking=True)
+            (index,) = upload(logits.device, int64_array(logits_rows))
             logits = logits.index_select(0, index)
         return self._gather_all(logits)
 
