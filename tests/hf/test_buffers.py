@@ -14,6 +14,7 @@ from forge.models.hf.buffers import (  # noqa: E402
     HostCopy,
     InputBuffer,
     OutputBuffer,
+    upload,
     upload_groups,
 )
 
@@ -133,6 +134,16 @@ def test_on_a_gpu_no_step_sees_the_numbers_of_a_later_one():
         (view,) = inbox.copy_to_device([np.full(1 << 16, step, np.int32)])
         seen.append(view.clone())
     assert [view.unique().tolist() for view in seen] == [[step] for step in range(8)]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_upload_keeps_its_numbers_while_the_device_is_late() -> None:
+    """The device is many steps late: no pinned memory may be written again before it is read."""
+    uploaded = []
+    for step in range(8):
+        torch.cuda._sleep(20_000_000)
+        uploaded += upload(torch.device("cuda"), np.full(1 << 16, step, np.int64))
+    assert [tensor.unique().tolist() for tensor in uploaded] == [[step] for step in range(8)]
 
 
 class Pair(NamedTuple):

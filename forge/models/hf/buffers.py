@@ -144,11 +144,12 @@ def pin(array: Any) -> torch.Tensor:
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     """Copy one-dimensional arrays of int64 or float64 to the device, in one transfer.
 
-    Return one tensor each. Nothing waits for the device.
+    Return one tensor each. Nothing waits for the device. For a CUDA device the arrays are written
+    to pinned memory once. PyTorch's allocator uses that memory again after the device has read it.
     """
-    host = torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
-    if device.type == "cuda":
-        host = host.pin_memory()
+    size = sum(len(array) for array in arrays)
+    host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate([array.view(np.int64) for array in arrays], out=host.numpy())
     views = host.to(device, non_blocking=True).split_with_sizes([len(array) for array in arrays])
     return [
         part.view(torch.float64) if array.dtype == np.float64 else part
