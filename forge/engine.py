@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Protocol
 
 from forge.config import MAX_GEOMETRY, EngineConfig
+from forge.cpu_count import num_usable_cpus
 from forge.drafting import create_drafter
 from forge.errors import (
     DuplicateRequest,
@@ -82,10 +83,10 @@ class GrammarBackend(Protocol):
         """Raise InvalidRequest unless an output can have this structure. May take seconds."""
         ...
 
-    def compile(self, structure: Structure, level: QueueLevel) -> object:
+    def compile(self, structure: Structure, level: QueueLevel | None) -> object:
         """Compile the structure in this process, and return an object that keeps it compiled.
 
-        Raises InvalidRequest. May take seconds, within the limits of the level.
+        Raises InvalidRequest. May take seconds, within the limits of the level if that is known.
         """
         ...
 
@@ -100,6 +101,13 @@ class GrammarBackend(Protocol):
         """Return the matcher of a new output.
 
         allow_end   an end id is allowed where the text is complete
+        """
+        ...
+
+    def advance_matchers(self, pairs: Sequence[tuple[GrammarMatcher, int]]) -> None:
+        """Do the work of the next `feed` of each matcher, which has this token, if that is faster.
+
+        Errors are raised by `feed`.
         """
         ...
 
@@ -197,6 +205,7 @@ class Engine:
             create_drafter(config, proposer),
             self._kv_event_log,
         )
+        self._has_created_matchers = False
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._undelivered_deltas: list[Delta] = []
         self._recorder = recorder
@@ -263,15 +272,16 @@ class Engine:
 
         Raises InvalidRequest where there is no tokenizer.
         """
-        from forge.structured_output import (
-            LLGuidanceBackend,  # imported where a structure is used
-        )
+        # llguidance is imported where a structure is used.
+        from forge.mask_threads import num_mask_threads
+        from forge.structured_output import LLGuidanceBackend
 
         if self.tokenizer is None:
             raise InvalidRequest("structure", "this engine has no tokenizer", "Give it one")
         model = self.model
+        end_ids = (model.eos_token(), *self.config.end_ids)
         return LLGuidanceBackend(
-            self.tokenizer, model.vocab_size(), (model.eos_token(), *self.config.end_ids)
+            self.tokenizer, model.vocab_size(), end_ids, num_mask_threads(num_usable_cpus())
         )
 
     def abort(self, request_id: int) -> None:
@@ -391,6 +401,8 @@ class Engine:
             raise
         if ready is not None:
             self.num_steps += 1
+            if self._has_created_matchers:
+                self._advance_matchers(*ready)
             committed_deltas = self.scheduler.commit(*ready)
             if recorder is not None:
                 recorder.record_commit(ready[1], committed_deltas)
@@ -434,6 +446,7 @@ class Engine:
     def _create_matcher(self, params: SamplingParams) -> GrammarMatcher | None:
         if params.structure is None:
             return None
+        self._has_created_matchers = True
         try:
             return self.grammar_backend.create_matcher(
                 params.structure, allow_end=not params.ignore_eos
@@ -442,6 +455,24 @@ class Engine:
             raise
         except Exception as error:  # of the library, for this request only
             raise InvalidRequest("structure", f"it failed: {error!r}", "Fix it") from error
+
+    def _advance_matchers(self, plan: StepPlan, output: StepOutput) -> None:
+        """Let the matchers of the plan's rows do the work of their tokens, before the commit.
+
+        A token that the commit may not feed is left out, and so are those of rows with drafts.
+        """
+        sequences, vocab_size = self.scheduler.sequences, self.model.vocab_size()
+        pairs = []
+        for row, result in zip(plan.rows, output.rows, strict=True):
+            sequence = sequences.get(row.seq_id)
+            if sequence is None or sequence.matcher is None or row.drafts or row.num_samples != 1:
+                continue
+            if result.error is None and len(result.tokens) == 1:
+                token = result.tokens[0]
+                if 0 <= token < vocab_size and token not in sequence.stop_ids:
+                    pairs.append((sequence.matcher, token))
+        if pairs:
+            self.grammar_backend.advance_matchers(pairs)
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         vocab_size = self.model.vocab_size()

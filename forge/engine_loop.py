@@ -230,7 +230,7 @@ class EngineLoop:
                 case Abort(request_id) if request_id in self._compiling:
                     self._compiling.pop(request_id).cancel()
                 case Request():
-                    self._submit_or_compile(command, command, COMPILE_LEVELS[-1])
+                    self._submit_or_compile(command, command, None)
                 case CheckedRequest(request, level):
                     self._submit_or_compile(command, request, level)
                 case _:
@@ -243,14 +243,16 @@ class EngineLoop:
         self._condition.notify()
 
     def _submit_or_compile(
-        self, command: Request | CheckedRequest, request: Request, level: QueueLevel
+        self, command: Request | CheckedRequest, request: Request, level: QueueLevel | None
     ) -> None:
         structure, grammar = request.params.structure, None
         if structure is not None and self._engine.tokenizer is not None:
             grammar = self._engine.grammar_backend.compiled_grammar(structure)
             if grammar is None:
                 if not self._stopping:
-                    executor = self._executors.get(level) or self._create_executor(level)
+                    queue_level = level or COMPILE_LEVELS[-1]
+                    executor = self._executors.get(queue_level)
+                    executor = executor or self._create_executor(queue_level)
                     future = executor.submit(self._compile, command, request, structure, level)
                     self._compiling[request.id] = future
                 return
@@ -267,7 +269,7 @@ class EngineLoop:
         command: Request | CheckedRequest,
         request: Request,
         structure: Structure,
-        level: QueueLevel,
+        level: QueueLevel | None,
     ) -> None:
         entry: _Submission | _CompileFailure
         try:

@@ -22,20 +22,22 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from ctypes import addressof, create_string_buffer
 from dataclasses import dataclass
 from decimal import Decimal
 from hashlib import sha256
+from itertools import cycle
 from math import lcm
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import llguidance
 
 from forge.errors import InvalidRequest
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
+from forge.mask_threads import MIN_MASKS, MaskThreads
 from forge.request import Structure, StructureKind, num_properties
 from forge.tokenizer import Tokenizer, Vocabulary
 
@@ -60,7 +62,8 @@ STACK_BYTES = 256 * 2**20
 CACHE_MIB = 128
 """Memory of the compiled structures kept for later requests. Each counts with the limit of its
 level: sixteen of the first level, or eight of the last. The lexer that its outputs share grows
-while they are matched, to 24 MiB after 30,000 tokens at the first level."""
+while they are matched, to 24 MiB after 30,000 tokens at the first level. With several threads that
+compute masks, a structure takes as much memory for each."""
 
 MAX_CHECKED_STRUCTURES = 1024
 """Structures that another process compiled, kept as their hashes."""
@@ -87,52 +90,98 @@ JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_
 class _CompiledGrammar:
     """A grammar before its first token, and the mask of that token, shared by many outputs.
 
-    level   the level within whose limits it was compiled
+    lexers       equal matchers in turn, each with its own lexer; an output is a copy of the next
+    level        the level within whose limits it was compiled
     """
 
-    matcher: llguidance.LLMatcher
+    lexers: Iterator[llguidance.LLMatcher]
     first_mask: bytes
     level: QueueLevel
+
+
+class _AddedToken(NamedTuple):
+    """A token that was added to a matcher: the mask after it, the end of the output or an error."""
+
+    token: int
+    mask: bytes = b""
+    is_complete: bool = False
+    error: Exception | None = None
 
 
 class LLGuidanceMatcher:
     """Matches one output. Raises ValueError where its structure becomes too complex to match.
 
-    mask   ids that may come next: id t is bit t % 8 of byte t // 8
+    mask      ids that may come next: id t is bit t % 8 of byte t // 8
+    lexer     the matcher that this one is a copy of. Its copies share a lexer and the lock of it
+    matcher   the copy, which follows this output
     """
 
     def __init__(
         self,
         grammar: _CompiledGrammar,
+        lexer: llguidance.LLMatcher,
         forbidden_ids: Iterable[int],
         on_error: Callable[[], None],
     ) -> None:
+        self.lexer = lexer
         self._grammar = grammar  # keeps it alive for outputs that start meanwhile
-        self._matcher = grammar.matcher.deep_copy()
+        self.matcher = lexer.deep_copy()
         self._mask_buffer = create_string_buffer(len(grammar.first_mask))
         self._forbidden_ids = tuple(forbidden_ids)
         self._on_error = on_error
+        self._added: _AddedToken | None = None
         self.mask = self._clear_forbidden(grammar.first_mask)
+
+    def start_feed(self, token: int) -> bool:
+        """Add the token of the next `feed` ahead of it; return whether it needs a mask.
+
+        `feed` raises the errors. Before it, `finish_feed` must be called where a mask is needed.
+        """
+        assert self._added is None, f"token {token} is added after one that was not fed"
+        try:
+            self._added = self._add(token)
+        except Exception as error:  # the commit ends this output alone
+            self._added = _AddedToken(token, error=error)
+        return not (self._added.error or self._added.is_complete)
+
+    def finish_feed(self, mask: bytes) -> None:
+        """Set the mask that `matcher` computed after the token of `start_feed`."""
+        assert self._added is not None, "no token was added"
+        self._added = self._check_mask(self._added, self._clear_forbidden(mask))
 
     def feed(self, token: int) -> bool:
         """Add a token that the mask allows; return True once the output is complete."""
-        if not self._matcher.consume_token(token):
+        added, self._added = self._added, None
+        if added is None:
+            added = self._add(token)
+            if not (added.error or added.is_complete):
+                added = self._check_mask(added, self._compute_mask(self.matcher))
+        assert added.token == token, f"token {added.token} was added and {token} is fed"
+        if added.error is not None:
             self._on_error()
-            raise ValueError(f"token {token} does not fit: {_describe_error(self._matcher)}")
-        if self._matcher.is_stopped():
-            return True
-        self.mask = self._compute_mask(self._matcher)
-        if self._matcher.is_error():
-            self._on_error()
-            raise ValueError(_describe_error(self._matcher))
-        return False
+            raise added.error
+        if not added.is_complete:
+            self.mask = added.mask
+        return added.is_complete
+
+    def _add(self, token: int) -> _AddedToken:
+        if not self.matcher.consume_token(token):
+            problem = f"token {token} does not fit: {_describe_error(self.matcher)}"
+            return _AddedToken(token, error=ValueError(problem))
+        return _AddedToken(token, is_complete=self.matcher.is_stopped())
+
+    def _check_mask(self, added: _AddedToken, mask: bytes) -> _AddedToken:
+        """Return the token with the mask, or with the error if the mask is too complex."""
+        if self.matcher.is_error():
+            return added._replace(error=ValueError(_describe_error(self.matcher)))
+        return added._replace(mask=mask)
 
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
         """Return the masks after the first 1, 2, ... drafts, up to one that cannot follow or ends.
 
         The matcher itself stays where it is.
         """
-        matcher, mask, masks = self._matcher.deep_copy(), self.mask, list[bytes]()
+        matcher, mask, masks = self.matcher.deep_copy(), self.mask, list[bytes]()
         for token in drafts:
             is_allowed = mask[token >> 3] >> (token & 7) & 1 and matcher.consume_token(token)
             if not is_allowed or matcher.is_stopped():
@@ -184,7 +233,8 @@ def build_token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
 class LLGuidanceBackend:
     """The structures of one engine's requests. Any thread may call it.
 
-    end_ids   ids that end an output; they come where the structure may be complete
+    end_ids       ids that end an output; they come where the structure may be complete
+    num_threads   threads that compute masks: see `advance_matchers`
 
     Outputs with one structure share its lexer, whose number of states is limited. A matcher that
     fails drops the structure, and the next request compiles it again.
@@ -193,7 +243,13 @@ class LLGuidanceBackend:
     recently used ones are kept as well, up to CACHE_MIB.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        end_ids: Iterable[int],
+        num_threads: int = 1,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = list(dict.fromkeys(end_ids))
@@ -203,6 +259,8 @@ class LLGuidanceBackend:
         self._recent: OrderedDict[Structure, _CompiledGrammar] = OrderedDict()
         self._compiling: dict[Structure, Future[_CompiledGrammar]] = {}
         self._lock = threading.Lock()
+        self._num_threads = num_threads
+        self._threads = MaskThreads(num_threads) if num_threads > 1 else None
 
     def mark_compilable(self, structure: Structure, level: QueueLevel) -> None:
         """Record that another process compiled the structure within the limits of the level."""
@@ -227,10 +285,10 @@ class LLGuidanceBackend:
         if self.compilable_level(structure) is None:
             self.compile(structure)
 
-    def compile(self, structure: Structure, level: QueueLevel = COMPILE_LEVELS[-1]) -> object:
+    def compile(self, structure: Structure, level: QueueLevel | None = None) -> object:
         """Compile the structure in this process; return an object that keeps it compiled.
 
-        level   the level within whose limits it compiles; the last one if that is unknown
+        level   the level within whose limits it compiles, or None if that is unknown
 
         Raises InvalidRequest. May take some seconds.
         """
@@ -254,7 +312,7 @@ class LLGuidanceBackend:
 
         allow_end   whether an end id may come where the text is complete
         """
-        grammar = self._get_or_compile(structure, COMPILE_LEVELS[-1])
+        grammar = self._get_or_compile(structure, None)
 
         def forget() -> None:
             with self._lock:
@@ -262,9 +320,33 @@ class LLGuidanceBackend:
                     del self._grammars[structure]
                     self._recent.pop(structure, None)
 
-        return LLGuidanceMatcher(grammar, () if allow_end else self._end_ids, forget)
+        forbidden_ids = () if allow_end else self._end_ids
+        return LLGuidanceMatcher(grammar, next(grammar.lexers), forbidden_ids, forget)
 
-    def _get_or_compile(self, structure: Structure, level: QueueLevel) -> _CompiledGrammar:
+    def advance_matchers(self, pairs: Sequence[tuple[object, int]]) -> None:
+        """Do the work of the next `feed` of each matcher, which has this token.
+
+        pairs   matchers of this backend, and the token of each
+
+        The masks are computed on `num_threads` threads. Outputs of one structure have one of as
+        many lexers in turn; a structure of the last level has one, since it takes long to compile.
+        With one thread, and for a few matchers, nothing is done: `feed` does it.
+        """
+        if self._threads is None or len(pairs) < MIN_MASKS:
+            return
+        matchers = [
+            matcher
+            for matcher, token in pairs
+            if isinstance(matcher, LLGuidanceMatcher) and matcher.start_feed(token)
+        ]
+        if matchers:
+            masks = self._threads.compute(
+                [(each.lexer, each.matcher) for each in matchers], len(matchers[0].mask)
+            )
+            for matcher, mask in zip(matchers, masks, strict=True):
+                matcher.finish_feed(mask)
+
+    def _get_or_compile(self, structure: Structure, level: QueueLevel | None) -> _CompiledGrammar:
         """Return the compiled structure. Simultaneous calls with one structure compile it once."""
         with self._lock:
             grammar = self._grammars.get(structure)
@@ -275,7 +357,14 @@ class LLGuidanceBackend:
             running = self._compiling.get(structure)
             future = self._compiling.setdefault(structure, Future())
         if running is None:
-            run_with_deep_stack(lambda: compile_grammar(structure, token_trie, level), future)
+            # A client's slow structure would occupy the thread of its level several times as long.
+            num_lexers = 1 if level == COMPILE_LEVELS[-1] else self._num_threads
+            run_with_deep_stack(
+                lambda: compile_grammar(
+                    structure, token_trie, level or COMPILE_LEVELS[-1], num_lexers
+                ),
+                future,
+            )
             with self._lock:
                 del self._compiling[structure]
                 if future.exception() is None:
@@ -322,21 +411,28 @@ def run_with_deep_stack(work: Callable[[], T], future: Future[T]) -> None:
 
 
 def compile_grammar(
-    structure: Structure, token_trie: llguidance.LLTokenizer, level: QueueLevel
+    structure: Structure,
+    token_trie: llguidance.LLTokenizer,
+    level: QueueLevel,
+    num_lexers: int = 1,
 ) -> _CompiledGrammar:
-    """Compile a structure. Raises InvalidRequest where no text has it.
+    """Compile a structure, once for each of its lexers. Raises InvalidRequest where no text has it.
 
     Recurses in Rust: the thread needs a stack of STACK_BYTES.
     """
-    matcher = llguidance.LLMatcher(
-        token_trie, _build_grammar(structure), log_level=0, limits=PARSER_LIMITS
-    )
+    text = _build_grammar(structure)
+
+    def create() -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(token_trie, text, log_level=0, limits=PARSER_LIMITS)
+
+    matcher = create()
     probe = matcher.deep_copy()
     mask_bytes = -(-token_trie.vocab_size // 32) * 4  # `compute_bitmask` may add a word
     first_mask = b"" if matcher.is_error() else probe.compute_bitmask()[:mask_bytes]
     if probe.is_error() or not any(first_mask):
         raise _invalid_structure_error(structure.kind, _describe_error(probe))
-    return _CompiledGrammar(matcher, first_mask, level)
+    lexers = cycle([matcher, *(create() for _ in range(num_lexers - 1))])
+    return _CompiledGrammar(lexers, first_mask, level)
 
 
 def _build_grammar(structure: Structure) -> str:

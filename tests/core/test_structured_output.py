@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
 from forge.errors import InvalidRequest
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
-from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, FinishReason
+from forge.mask_threads import MIN_MASKS
+from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, Delta, FinishReason
 from forge.structured_output import (
     CACHE_MIB,
     MAX_CHECKED_STRUCTURES,
@@ -490,6 +492,112 @@ def test_an_engine_without_a_tokenizer_refuses_a_structure() -> None:
     with pytest.raises(InvalidRequest, match="structure: this engine has no tokenizer"):
         engine.submit(Request(0, (1,), SamplingParams(structure=Structure.regex("a"))))
     assert not engine.has_work
+
+
+# On several threads.
+
+
+def follow_at_random(num_threads: int) -> list[tuple[str | bool, bytes]]:
+    """Return results and masks of 24 outputs, each step of all at once. Some tokens do not fit."""
+    backend = LLGuidanceBackend(TOKENIZER, TOKENIZER.vocab_size, (END,), num_threads)
+    structures = [*map(Structure.regex, PATTERNS), Structure.json_schema(PERSON)]
+    matchers = [
+        backend.create_matcher(structures[i % len(structures)], allow_end=i % 5 > 0)
+        for i in range(24)
+    ]
+    rng, found = random.Random(1), []
+    for _ in range(12):
+        pairs = []
+        for matcher in matchers:
+            ids = sorted(ids_in(matcher.mask))
+            pairs.append((matcher, rng.choice(ids) if rng.random() > 0.03 else 200))
+        backend.advance_matchers(pairs)
+        matchers = []
+        for matcher, token in pairs:
+            result: str | bool
+            try:
+                result = matcher.feed(token)
+            except ValueError as error:
+                result = str(error)
+            found.append((result, matcher.mask))
+            if result is False:
+                matchers.append(matcher)
+        if len(matchers) < MIN_MASKS:
+            break
+    return found
+
+
+def test_masks_of_several_threads_are_those_of_feed_alone() -> None:
+    expected = follow_at_random(1)
+    assert {type(result) for result, _ in expected} == {bool, str}
+    assert {result for result, _ in expected} >= {True, False}
+    assert follow_at_random(3) == expected
+
+
+def test_an_error_of_a_token_is_raised_when_it_is_fed() -> None:
+    """A row whose sequence has ended is never fed: its structure stays compiled."""
+    backend, structure = create_structures(), Structure.regex("[ab]*")
+    matcher = backend.create_matcher(structure, allow_end=True)
+    assert matcher.start_feed(50) is False
+    assert backend.compiled_grammar(structure) is not None
+    with pytest.raises(ValueError, match="does not fit"):
+        matcher.feed(50)
+    assert backend.compiled_grammar(structure) is None
+
+
+def test_outputs_of_one_structure_have_its_lexers_in_turn() -> None:
+    backend = LLGuidanceBackend(TOKENIZER, TOKENIZER.vocab_size, (END,), 3)
+    known, slow = Structure.regex("a+"), Structure.regex("b+")
+    backend.compile(known, COMPILE_LEVELS[0])
+    backend.compile(slow, COMPILE_LEVELS[-1])
+    for structure, count in ((known, 3), (slow, 1), (Structure.regex("c+"), 3)):
+        matchers = [backend.create_matcher(structure, allow_end=True) for _ in range(6)]
+        lexers = [id(matcher.lexer) for matcher in matchers]
+        assert len(set(lexers)) == count and lexers == lexers[:count] * (6 // count)
+
+
+def serve_structured(num_threads: int, depth: int) -> tuple[list[list[Delta]], int]:
+    """Return the deltas of each step of 20 requests, and the tokens that matchers got ahead."""
+    engine = Engine(
+        HashModel(num_blocks=256, block_size=4),
+        config(blocks=256, max_num_seqs=16, depth=depth),
+        TOKENIZER,
+    )
+    backend = LLGuidanceBackend(TOKENIZER, engine.model.vocab_size(), (END,), num_threads)
+    advance, count = backend.advance_matchers, 0
+
+    def count_tokens(pairs: Sequence[tuple[object, int]]) -> None:
+        nonlocal count
+        count += len(pairs)
+        advance(pairs)
+
+    backend.advance_matchers = count_tokens  # type: ignore[method-assign]
+    engine.grammar_backend = backend  # type: ignore[misc]
+    for number in range(20):
+        structure = Structure.regex("[a-f]{2,9}") if number % 6 else None
+        params = SamplingParams(
+            max_tokens=6 + number % 3,
+            seed=number,
+            structure=structure,
+            stop_token_ids=(99,) if number % 4 == 1 else (),
+            min_tokens=2 if number % 8 == 1 else 0,
+        )
+        engine.submit(Request(number, (7, number + 1), params))
+    steps = []
+    while engine.has_work:
+        steps.append(engine.step())
+    return steps, count
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_with_threads_gives_the_same_deltas_at_the_same_steps(depth: int) -> None:
+    expected, _ = serve_structured(1, depth)
+    steps, num_tokens = serve_structured(3, depth)
+    assert steps == expected and num_tokens > 50
+    assert {delta.finish for step in steps for delta in step} >= {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    }
 
 
 # Many at a time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -184,10 +184,10 @@ class GatedCompiler:
             self.compiled_by_engine.append(structure.text)
         self._real.check(structure)
 
-    def compile(self, structure: Structure, level: QueueLevel) -> object:
+    def compile(self, structure: Structure, level: QueueLevel | None) -> object:
         self.started.append(structure.text)
         self.requested.set()
-        assert level is not COMPILE_LEVELS[-1] or self.permit.wait(TIMEOUT_S)
+        assert level is COMPILE_LEVELS[0] or self.permit.wait(TIMEOUT_S)
         return self._real.compile(structure, level)
 
     def compiled_grammar(self, structure: Structure) -> object | None:
@@ -195,6 +195,9 @@ class GatedCompiler:
 
     def create_matcher(self, structure: Structure, *, allow_end: bool) -> GrammarMatcher:
         return self._real.create_matcher(structure, allow_end=allow_end)
+
+    def advance_matchers(self, pairs: Sequence[tuple[GrammarMatcher, int]]) -> None:
+        self._real.advance_matchers(pairs)
 
 
 STRUCTURED = SamplingParams(max_tokens=3, structure=Structure.regex("[ab]{3}"))

@@ -23,7 +23,6 @@ from forge.models.hf.attention.flashinfer_compiler import (  # noqa: E402
     build_environment,
     compile_in_background,
     compile_modules,
-    num_usable_cpus,
     run_in_background,
 )
 from forge.models.hf.attention.flashinfer_modules import (  # noqa: E402
@@ -288,18 +287,6 @@ def test_the_process_sees_no_gpu_and_takes_half_of_the_processors(
     assert 1 <= int(environment["MAX_JOBS"]) * 2 <= max(2, len(os.sched_getaffinity(0)) // 2)
     script = build_command([FA3])[3]
     assert script.index("os.nice(19)") < script.index("from forge")
-
-
-@pytest.mark.parametrize(
-    ("content", "num_cpus"),
-    [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None), (None, None)],
-)
-def test_the_limit_of_a_container_counts(content: str | None, num_cpus: int | None, tmp_path: Path):
-    """With a limit of one CPU on 64, 16 compilers would use up the server's time."""
-    cpu_max = tmp_path / "cpu.max"
-    if content is not None:
-        cpu_max.write_text(f"{content}\n")
-    assert num_usable_cpus(cpu_max) == (num_cpus or len(os.sched_getaffinity(0)))
 
 
 def test_every_module_is_built_by_itself(library: Library, monkeypatch: pytest.MonkeyPatch):

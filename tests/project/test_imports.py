@@ -80,7 +80,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "host_cache": {"blocks", "config", "kv_events", "seam", "sequence"},
     "disk_cache": {"blocks", "config", "host_cache", "kv_events", "seam"},
     "prefix_cache": {"blocks", "config", "host_cache", "kv_events", "request", "sequence"},
-    "structured_output": {"errors", "feedback_queue", "request", "tokenizer"},
+    "cpu_count": set(),
+    "mask_threads": set(),
+    "structured_output": {
+        *("errors", "feedback_queue", "mask_threads", "request", "tokenizer"),
+    },
     "feedback_queue": set(),
     "grammar_sandbox": {"errors", "feedback_queue", "request", "structured_output", "tokenizer"},
     "acceptance": set(),
@@ -90,7 +94,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "recording": {"config", "errors", "request", "seam", "sessions"},
     "scheduler": ENGINE_AND_BELOW
     - {"recording", "tokenizer", "engine", "scheduler", "structured_output"},
-    "engine": ENGINE_AND_BELOW - {"engine"} | {"feedback_queue"},
+    "engine": ENGINE_AND_BELOW - {"engine"} | {"cpu_count", "feedback_queue", "mask_threads"},
     "overhead": {"config", "engine", "request", "seam"},
     "invariants": {
         *("blocks", "drafting", "engine", "host_cache", "scheduler", "seam", "sequence"),
@@ -98,7 +102,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
-        *("models.*", "ranks.*", "start_log", "tier_options", "version"),
+        *("cpu_count", "models.*", "ranks.*", "start_log", "tier_options", "version"),
     },
     "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
     "outputs": {"request", "tokenizer"},
@@ -162,6 +166,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
     "kv_event_wire": {"msgspec"},
     "kv_publisher": {"zmq"},
     "progress": {"tqdm"},
+    "mask_threads": {"llguidance"},
     "structured_output": {"llguidance"},
     "grammar_sandbox": {"llguidance"},
     "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
@@ -195,7 +200,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "cli.main": {"bench.*", "sim.*"},
     "models.loader": {"models.hf.*"},
     "rank_start": {"models.hf.*"},
-    "engine": {"structured_output"},
+    "engine": {"mask_threads", "structured_output"},
     "kv_event_wire": {"msgspec"},
     "kv_publisher": {"zmq"},
     "progress": {"tqdm"},

@@ -26,17 +26,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
+from forge.cpu_count import num_usable_cpus
 from forge.models.hf.attention.flashinfer_modules import PrefillModule
 
 LOG = logging.getLogger("forge.start")
 
 LOWEST_PRIORITY = 19
 MAX_ERROR_CHARS = 300
-
-CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-"""Microseconds of CPU time that a container has in each period, and the period."""
 
 STOP_TIMEOUT_S = 5.0
 """Seconds that the end of a server waits for a terminated compilation."""
@@ -135,18 +132,6 @@ def build_environment(architectures: str, num_modules: int) -> dict[str, str]:
         # The same packages, wherever this process found them.
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
-
-
-def num_usable_cpus(cpu_max: Path = CPU_MAX) -> int:
-    """Return the CPUs that this process may run on, at most as many as its container has time of.
-
-    A container that has used its time stands still, whatever the priority of its processes.
-    """
-    num_cpus = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no such file, or "max" in place of a number
-        quota_us, period_us = map(int, cpu_max.read_text().split())
-        num_cpus = min(num_cpus, max(1, quota_us // period_us))
-    return num_cpus
 
 
 def compile_modules(words: Sequence[str]) -> None:
