@@ -148,8 +148,14 @@ def write_shape(shape: str, root: str | Path) -> Path:
     """Write the folder root/shape, which describes the model. Raises InvalidConfig."""
     if shape not in SHAPES:
         raise InvalidConfig("model", f"there is no shape {shape!r}", f"Use {', '.join(SHAPES)}")
-    config = SHAPES[shape]
-    folder = Path(root) / shape
+    return write_config(Path(root) / shape, SHAPES[shape])
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write a folder that describes a model of this configuration, and return it.
+
+    config   fields of config.json, as in SHAPES
+    """
     folder.mkdir(parents=True, exist_ok=True)
     common_fields = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
     (folder / "config.json").write_text(json.dumps({**config, **common_fields}, indent=2) + "\n")

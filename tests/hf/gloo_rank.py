@@ -57,8 +57,8 @@ def some_requests() -> list[Request]:
     ]
 
 
-def serve(opened: Any) -> Outcome:
-    """Return what an opened model gives to the requests."""
+def serve(opened: Any, dtype: torch.dtype = torch.float64) -> Outcome:
+    """Return what an opened model of this dtype gives to the requests."""
     engine = Engine(opened.model, opened.config)
     for request in some_requests():
         engine.submit(request)
@@ -70,15 +70,10 @@ def serve(opened: Any) -> Outcome:
             errors += [delta.error] if delta.error else []
     assert isinstance(opened.model, HFModel)
     runner = opened.model._runner
+    ids = torch.tensor(PROBE, dtype=torch.int32, device=runner.kv_cache.data.device)
     layers = runner.attention._layers  # type: ignore[attr-defined]
     with torch.inference_mode():
-        logits = probe_logits(
-            runner.decoder,
-            torch.tensor(PROBE, dtype=torch.int32),
-            range(len(PROBE)),
-            layers,
-            torch.float64,
-        )
+        logits = probe_logits(runner.decoder, ids, range(len(PROBE)), layers, dtype)
     return Outcome(tokens, errors, engine.config.num_blocks, logits.tolist())
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,33 +99,47 @@ def reference_continuations(folder: Path) -> list[Continuation]:
     return found
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its address, once it is ready."""
-    words = ("serve", str(checkpoint), "--dtype", "float64", "--device", "cpu", "--port", "0")
-    more = ("--max-num-seqs", "4", "--num-blocks", "200", "--served-model-name", "small")
+@contextmanager
+def start_server(
+    *words: str, stderr: int | None = subprocess.PIPE
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start `forge serve` in a session of its own. Yield it and its address, once it is ready.
+
+    stderr   where its log goes; None: that of this process
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
     with subprocess.Popen(
-        [sys.executable, "-m", "forge", *words, *more],
+        [sys.executable, "-m", "forge", "serve", *words, "--port", "0"],
         cwd=ROOT,
         env={**env, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         encoding="utf-8",
+        start_new_session=True,
     ) as process:
         try:
-            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout is not None
             url = None
             for line in process.stdout:
                 found = re.search(r"http://[\d.]+:\d+", line)
                 url = url or (found and found.group())
                 if line.startswith("try"):
                     break
-            assert url, f"the server ends: {process.stderr.read()}"
+            log = "see its log" if process.stderr is None or url else process.stderr.read()
+            assert url, f"the server ends: {log}"
             yield process, url
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its address, once it is ready."""
+    words = (str(checkpoint), "--dtype", "float64", "--device", "cpu")
+    more = ("--max-num-seqs", "4", "--num-blocks", "200", "--served-model-name", "small")
+    with start_server(*words, *more) as started:
+        yield started
 
 
 def build_body(prompt: str, **fields: Any) -> dict[str, Any]:

@@ -29,18 +29,20 @@ PARAMS = (
 )
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
 ROOT = Path(__file__).resolve().parents[2]
+PARENT = 1
+"""Number of the field of /proc/PID/stat after the name that is the parent's id."""
 
 
-def child_pids() -> list[int]:
-    """Return the processes that this one has started with multiprocessing's spawn."""
+def child_pids(parent: int) -> list[int]:
+    """Return the processes that one has started with multiprocessing's spawn, oldest first."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            fields = stat.read_text().rpartition(")")[2].split()
             command = stat.with_name("cmdline").read_bytes()
         except OSError:
             continue
-        if parent == os.getpid() and b"spawn_main" in command:
+        if int(fields[PARENT]) == parent and b"spawn_main" in command:
             found.append(int(stat.parent.name))
     return sorted(found)
 
@@ -50,9 +52,9 @@ def test_two_processes_serve_the_tokens_of_one_and_end_when_one_is_killed() -> N
     with LLM("tiny", **ON_CPU) as alone:
         outputs = alone.generate(list(PROMPTS), list(PARAMS), use_tqdm=False)
         expected = [list(output.choices[0].token_ids) for output in outputs]
-    before = child_pids()
+    before = child_pids(os.getpid())
     llm = AsyncLLM.spawn("tiny", **ON_CPU, tensor_parallel_size=2, check_ranks=True)
-    rank_1, rank_0 = [pid for pid in child_pids() if pid not in before]
+    rank_1, rank_0 = [pid for pid in child_pids(os.getpid()) if pid not in before]
 
     async def serve() -> list[list[int]]:
         requests = [llm.generate(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
