@@ -9,17 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from forge.models.hf.parallel.best_tokens import create_merge  # noqa: E402
 from forge.models.hf.parallel.communicator import add_parts  # noqa: E402
 from forge.models.hf.parallel.cuda_communicator import (  # noqa: E402
     CudaCommunicator,
     exact_numbers,
     restore_numbers,
     select_one_shot_bytes,
-)
-from forge.models.hf.parallel.sharded_sampler import (  # noqa: E402
-    BestTokens,
-    create_ranking,
-    merge_best,
 )
 from tests.hf.thread_ranks import ThreadCommunicator, create_communicators, run_ranks  # noqa: E402
 
@@ -95,8 +91,8 @@ def test_a_sum_is_rounded_once_and_in_the_order_of_ranks() -> None:
 def merge(scores: Any, tokens: Any, status: Any) -> Any:
     """Return token and status of each row."""
     out = torch.full((2, scores.shape[1]), -5, dtype=torch.int32)
-    parts = BestTokens(torch.zeros(0), scores, tokens, status)
-    merge_best(parts, create_ranking(torch.device("cpu")), out[0], out[1])
+    gathered = torch.cat((scores.view(torch.int32), tokens, status), 1)
+    create_merge(len(scores), torch.device("cpu"))(gathered, out[0], out[1])
     return out
 
 

@@ -19,25 +19,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from forge.models.hf.buffers import int64_array, upload
+from forge.models.hf.parallel.best_tokens import BestTokens, create_merge
 from forge.models.hf.parallel.communicator import Communicator
 from forge.models.hf.parallel.sharding import Shard, VocabShard
 from forge.models.hf.sampling.adjusted_chunks import SamplingChunk
-from forge.models.hf.sampling.sampler import Sampler, SamplerOutput, create_kernels
+from forge.models.hf.sampling.sampler import (
+    Sampler,
+    SamplerOutput,
+    create_kernels,
+    select_kernels,
+)
 from forge.models.hf.sampling.slot_params import SlotParams
 from forge.models.hf.sampling.slot_sampling import sample_slots
-from forge.models.hf.sampling.status import (
-    NUM_STATUSES,
-    STATUS_NAN,
-    STATUS_OK,
-    STATUS_POSITIVE_INF,
-)
 from forge.seam import Bind, Row
 
 
@@ -74,59 +73,6 @@ class AgreedSampler(Sampler):
         return output
 
 
-class BestTokens(NamedTuple):
-    """Best token of each of n rows over a part of the vocabulary, in one buffer.
-
-    buffer   [4 * n] int32
-    scores   [n] float64; view of the buffer
-    tokens   [n] int32; view; ids of the whole vocabulary
-    status   [n] int32; view
-    """
-
-    buffer: Tensor
-    scores: Tensor
-    tokens: Tensor
-    status: Tensor
-
-    @classmethod
-    def of(cls, buffer: Tensor) -> BestTokens:
-        """Return the fields of a buffer, [..., 4 * n] int32."""
-        count = buffer.shape[-1] // 4
-        return cls(
-            buffer,
-            buffer[..., : 2 * count].view(torch.float64),
-            buffer[..., 2 * count : 3 * count],
-            buffer[..., 3 * count :],
-        )
-
-
-def create_ranking(device: torch.device) -> Tensor:
-    """Return what stands for the score of a part by its status, float64 [5] on the device.
-
-    A part with NaN or +inf is an error of its row. One of -inf alone is none where another part has
-    a finite logit, whose score is far from either.
-    """
-    ranking = torch.full((NUM_STATUSES,), -inf, dtype=torch.float64)
-    ranking[STATUS_POSITIVE_INF] = 1e300
-    ranking[STATUS_NAN] = inf
-    return ranking.to(device)
-
-
-def merge_best(parts: BestTokens, ranking: Tensor, out_tokens: Tensor, out_status: Tensor) -> None:
-    """Write token and status of each row, [n], from the parts of all ranks.
-
-    parts     fields [ranks, n], in the order of ids
-    ranking   of `create_ranking`
-    Few kernels: each is a part of every step, inside its CUDA graph.
-    """
-    is_ok = parts.status == STATUS_OK
-    scores = torch.where(is_ok, parts.scores, ranking[parts.status.long()])
-    # The first of equal scores is the lower id: parts are in the order of ids.
-    best = scores.argmax(0, keepdim=True)
-    torch.gather(parts.tokens, 0, best, out=out_tokens[None])
-    torch.gather(parts.status, 0, best, out=out_status[None])
-
-
 class ShardedSampler(AgreedSampler):
     """Sampler of logits of which each rank has those of its ids, [rows, VocabShard.size]."""
 
@@ -137,7 +83,7 @@ class ShardedSampler(AgreedSampler):
         shard = Shard(communicator.rank, communicator.world_size)
         self._vocab = VocabShard.of(shard, vocab_size)
         self._shard_kernels = create_kernels(self._vocab.size, device)
-        self._ranking = create_ranking(device)
+        self._merge_best = create_merge(shard.world_size, device)
 
     def _build_slot_params(self, bind: Bind) -> SlotParams:
         """Return the bind's parameters. `sample` takes rows with filters: they need all logits."""
@@ -156,7 +102,7 @@ class ShardedSampler(AgreedSampler):
     ) -> None:
         """Sample a token for each row from its slot's entry, over the ids of all ranks."""
         best = BestTokens.of(torch.empty(4 * len(logits), dtype=torch.int32, device=logits.device))
-        kernels = None if logits.dtype == torch.float64 else self._shard_kernels
+        kernels = select_kernels(self._shard_kernels, logits)
         sample = sample_slots if kernels is None else kernels.sample
         sample(
             logits,
@@ -169,7 +115,7 @@ class ShardedSampler(AgreedSampler):
             out_scores=best.scores,
         )
         gathered = self._communicator.all_gather(best.buffer)
-        merge_best(BestTokens.of(gathered), self._ranking, out_tokens, out_status)
+        self._merge_best(gathered, out_tokens, out_status)
 
     def sample(
         self, logits: Tensor, rows: Sequence[Row], logits_rows: Sequence[int] | None = None

@@ -253,13 +253,9 @@ class Sampler:
         Call `flush_slots` first. On CUDA it is one kernel, safe inside a CUDA graph; for float64 it
         is plain torch.
         """
-        kernels = self._kernels_for(logits)
+        kernels = select_kernels(self._kernels, logits)
         sample = sample_slots if kernels is None else kernels.sample
         sample(logits, slots, positions, self.unadjusted_table, out_tokens, out_status)
-
-    def _kernels_for(self, logits: Tensor) -> SampleKernels | None:
-        """Return the kernels that read these logits; None: plain torch does."""
-        return None if logits.dtype == torch.float64 else self._kernels
 
     def sample(
         self, logits: Tensor, rows: Sequence[Row], logits_rows: Sequence[int] | None = None
@@ -275,7 +271,7 @@ class Sampler:
         """
         if logits_rows is None:
             logits_rows = range(len(rows))
-        kernels = self._kernels_for(logits)
+        kernels = select_kernels(self._kernels, logits)
         purposes = [self._slot_params[row.slot].purpose for row in rows]
         # Rejection needs the whole distribution of a draft, which the kernels do not keep.
         is_fused = [kernels is not None and purpose == sampling.PLAIN for purpose in purposes]
@@ -352,7 +348,7 @@ class Sampler:
         logits_rows   [n] int64; None: the first n
         """
         num_top = min(num_top, self._vocab_size)
-        kernels = self._kernels_for(logits)
+        kernels = select_kernels(self._kernels, logits)
         if kernels is not None and num_top <= MAX_LOGPROBS:
             return kernels.logprobs(logits, tokens, num_top, logits_rows)
         if logits_rows is not None:
@@ -455,6 +451,11 @@ def create_kernels(vocab_size: int, device: torch.device) -> SampleKernels | Non
     from forge.models.hf.sampling.sample_cuda import SampleKernels
 
     return SampleKernels(vocab_size, device)
+
+
+def select_kernels(kernels: SampleKernels | None, logits: Tensor) -> SampleKernels | None:
+    """Return the kernels where they read these logits; None: plain torch does."""
+    return None if logits.dtype == torch.float64 else kernels
 
 
 def kernel_compilations(
