@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from forge.errors import InvalidConfig
-from forge.ranks.step_ring import RingMemory, RingReader, RingWriter
+from forge.ranks.step_ring import RingMemory, RingReader, RingWriter, select_spin_s
 
 
 class LeaderSeat(NamedTuple):
@@ -62,7 +62,8 @@ class FollowerSeat(NamedTuple):
 
     def open_reader(self) -> RingReader:
         """Return the reading end of the ring. Call it once."""
-        return RingReader(self.memory, self.notices, self.acks)
+        spin_s = select_spin_s(self.world_size, len(os.sched_getaffinity(0)))
+        return RingReader(self.memory, self.notices, self.acks, spin_s)
 
 
 Seat = LeaderSeat | FollowerSeat

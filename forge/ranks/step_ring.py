@@ -40,7 +40,16 @@ MAX_MESSAGE_BYTES = 2**30
 """Most bytes of a message: far above any step, far below what would fill the host's memory."""
 
 SPIN_S = 50e-6
-"""Seconds that a reader polls before it sleeps."""
+"""Seconds that a reader polls before it sleeps, where processes share the cores."""
+
+LONG_SPIN_S = 20e-3
+"""The same where ranks have cores of their own: longer than most steps that decode."""
+
+CORES_PER_RANK = 4
+"""Cores that a rank's process needs so that one may poll: the server and its threads have others.
+
+Waking a process takes longer than reading a message of 256 rows.
+"""
 
 _NOTICE = struct.Struct("<QII")
 """Number of a part, its bytes, and the bytes of the message after it."""
@@ -151,11 +160,22 @@ class RingWriter:
             return len(acks)
 
 
-class RingReader:
-    """Reading end of a ring. One thread uses it."""
+def select_spin_s(num_ranks: int, num_cores: int) -> float:
+    """Return how long a rank polls for a message before it sleeps, on a machine of such cores."""
+    return LONG_SPIN_S if num_cores >= CORES_PER_RANK * num_ranks else SPIN_S
 
-    def __init__(self, memory: RingMemory, notices: Connection, acks: Connection) -> None:
+
+class RingReader:
+    """Reading end of a ring. One thread uses it.
+
+    spin_s   seconds of polling before it sleeps
+    """
+
+    def __init__(
+        self, memory: RingMemory, notices: Connection, acks: Connection, spin_s: float = SPIN_S
+    ) -> None:
         self._memory = memory
+        self._spin_s = spin_s
         self._map = memory.map()
         self._view = memoryview(self._map)
         self._notices, self._acks = notices, acks
@@ -189,13 +209,15 @@ class RingReader:
 
     def _wait_for_notice(self) -> tuple[int, int, int] | None:
         fd = self._notices.fileno()
-        spin_end_s = time.perf_counter() + SPIN_S
+        spin_end_s = time.perf_counter() + self._spin_s
         while True:
             try:
                 notice = os.read(fd, _NOTICE.size)
             except BlockingIOError:
                 if time.perf_counter() > spin_end_s:
                     _wait_readable(fd)
+                else:
+                    os.sched_yield()
                 continue
             return _NOTICE.unpack(notice) if notice else None
 

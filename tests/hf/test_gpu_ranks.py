@@ -184,15 +184,13 @@ def test_a_process_that_is_killed_in_a_step_ends_all_ranks(checkpoint: Path, vic
         seconds = time.monotonic() - killed_s
         print(f"{victim} killed: all ranks ended after {seconds:.2f} s")
         assert seconds < END_LIMIT_S
-        if victim == "server":
-            wait_until(lambda: not session_pids(process.pid))
-            return
-        errors = [line for line in lines if '"error"' in line]
-        assert len(errors) == 1 and "engine_dead" in errors[0], lines[-3:]
-        assert httpx.get(f"{url}/healthz", timeout=60).status_code == 503
-        process.terminate()
-        process.wait(60)
-        assert not session_pids(process.pid)
+        if victim != "server":
+            errors = [line for line in lines if '"error"' in line]
+            assert len(errors) == 1 and "engine_dead" in errors[0], lines[-3:]
+            # A server whose engine has ended answers 503 for a second, and ends with status 1.
+            assert process.wait(60) == 1
+        wait_until(lambda: not session_pids(process.pid))
+        print(f"{victim} killed: all processes ended after {time.monotonic() - killed_s:.2f} s")
 
 
 def test_llm_leads_from_the_programs_own_thread(checkpoint: Path) -> None:

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from forge.errors import EngineDead
 from forge.ranks.rank_seat import create_memory_file, memory_file_path
-from forge.ranks.step_ring import RingMemory, RingReader, RingWriter
+from forge.ranks.step_ring import (
+    LONG_SPIN_S,
+    SPIN_S,
+    RingMemory,
+    RingReader,
+    RingWriter,
+    select_spin_s,
+)
 
 SLOT_BYTES = 16
 NUM_SLOTS = 3
@@ -26,7 +33,7 @@ messages_of_many_sizes = st.lists(st.binary(max_size=4 * SLOT_BYTES + 1), max_si
 
 
 @contextmanager
-def ring(num_readers: int) -> Iterator[tuple[RingWriter, list[RingReader]]]:
+def ring(num_readers: int, spin_s: float = SPIN_S) -> Iterator[tuple[RingWriter, list[RingReader]]]:
     """Yield both ends of a ring with small slots. The test closes the writer."""
     with ExitStack() as exit_stack:
         fd = create_memory_file("test-ring", NUM_SLOTS * SLOT_BYTES)
@@ -37,17 +44,17 @@ def ring(num_readers: int) -> Iterator[tuple[RingWriter, list[RingReader]]]:
         for notice, _ in notices:
             acks_end, acks_start = Pipe(False)
             acks.append(acks_end)
-            readers.append(RingReader(memory, notice, acks_start))
+            readers.append(RingReader(memory, notice, acks_start, spin_s))
         yield RingWriter(memory, [end for _, end in notices], acks), readers
 
 
-@pytest.mark.parametrize("num_readers", [1, 3])
+@pytest.mark.parametrize(("num_readers", "spin_s"), [(1, SPIN_S), (3, 0.0), (3, LONG_SPIN_S)])
 @given(messages=messages_of_many_sizes)
 def test_every_reader_receives_every_message_in_order_and_then_the_end(
-    num_readers: int, messages: list[bytes]
+    num_readers: int, spin_s: float, messages: list[bytes]
 ) -> None:
     """Messages of 0 to 4 slots and a byte; the writer waits for readers in threads."""
-    with ring(num_readers) as (writer, readers):
+    with ring(num_readers, spin_s) as (writer, readers):
         received: list[list[bytes]] = [[] for _ in readers]
 
         def read(reader: RingReader, messages: list[bytes]) -> None:
@@ -65,6 +72,16 @@ def test_every_reader_receives_every_message_in_order_and_then_the_end(
         for thread in threads:
             thread.join(TIMEOUT_S)
         assert received == [messages] * num_readers
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_cores", "spin_s"),
+    [(2, 7, SPIN_S), (2, 8, LONG_SPIN_S), (4, 15, SPIN_S), (4, 16, LONG_SPIN_S)],
+)
+def test_ranks_poll_for_longer_where_each_has_four_cores(
+    num_ranks: int, num_cores: int, spin_s: float
+) -> None:
+    assert select_spin_s(num_ranks, num_cores) == spin_s
 
 
 @given(parts=st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), max_size=4))
