@@ -218,7 +218,8 @@ def load_decoder(
     with start.phase("weights"), ThreadPoolExecutor(1) as executor:
         # Threads wait for the disk, so the import takes little longer than alone.
         libraries = executor.submit(import_kernel_libraries, device, dtype)
-        module = partition.load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
+        with partition.raise_on_all(device):
+            module = partition.load_module(checkpoint, device, options.load_format, ATTENTION_NAME)
         with start.phase("kernel libraries"):
             libraries.result()
     # Rank 0 alone has the biases of partial sums. All ranks have to capture the same graphs.

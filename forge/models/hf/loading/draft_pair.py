@@ -87,7 +87,8 @@ def open_pair(
                     opened = open_host_memory(
                         tiers, slabs, loaded, config_fields, options.load_format, device
                     )
-                    host_memory = exit_stack.enter_context(opened)
+                    with partition.raise_on_all(device):
+                        host_memory = exit_stack.enter_context(opened)
             loaded_draft = load_decoder(
                 checkpoint, config_fields, options, device, start, partition=draft_partition
             )
@@ -99,12 +100,13 @@ def open_pair(
                 )
             if "num_blocks" not in config_fields:
                 with start.phase("memory"):
-                    num_blocks = compute_num_blocks(
-                        [loaded, loaded_draft],
-                        config_fields,
-                        options.gpu_memory_utilization,
-                        device,
-                    )
+                    with partition.raise_on_all(device):
+                        num_blocks = compute_num_blocks(
+                            [loaded, loaded_draft],
+                            config_fields,
+                            options.gpu_memory_utilization,
+                            device,
+                        )
                     config_fields["num_blocks"] = partition.fewest(num_blocks, device)
             num_draft_blocks = speculation.num_blocks or config_fields["num_blocks"]
             config_fields["speculation"] = replace(speculation, num_blocks=num_draft_blocks)

@@ -106,14 +106,15 @@ def assemble_model(
     host_memory     where moves go to and come from
     partition       how the model is divided over ranks
     """
-    kv_cache = KVCache(
-        kv_cache_spec,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        num_slots=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        device=device,
-    )
+    with partition.raise_on_all(device):
+        kv_cache = KVCache(
+            kv_cache_spec,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_slots=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            device=device,
+        )
     attention, capturable = select_attention(kv_cache, layers, wrappers)
     runner = ModelRunner(
         decoder,
@@ -307,12 +308,14 @@ def open_model(
                     opened = open_host_memory(
                         tiers, slabs, loaded, config_fields, options.load_format, device
                     )
-                    host_memory = exit_stack.enter_context(opened)
+                    with partition.raise_on_all(device):
+                        host_memory = exit_stack.enter_context(opened)
             if "num_blocks" not in config_fields:
                 with start.phase("memory"):
-                    num_blocks = compute_num_blocks(
-                        [loaded], config_fields, options.gpu_memory_utilization, device
-                    )
+                    with partition.raise_on_all(device):
+                        num_blocks = compute_num_blocks(
+                            [loaded], config_fields, options.gpu_memory_utilization, device
+                        )
                     config_fields["num_blocks"] = partition.fewest(num_blocks, device)
             config = EngineConfig(**config_fields)
             with start.phase("graphs"):

@@ -13,6 +13,7 @@ their decoders are compared.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from forge.models.hf.decoders.fused_decoder import FusedDecoder
 from forge.models.hf.loading.checkpoint import Checkpoint, load_module
 from forge.models.hf.loading.kv_tiers import TierSetup
 from forge.models.hf.loading.sharded_weights import load_sharded_module
+from forge.models.hf.parallel.agreement import gather_over_communicator, raise_on_all
 from forge.models.hf.parallel.communicator import Communicator
 from forge.models.hf.parallel.sharded_decoder import ShardedDecoder
 from forge.models.hf.parallel.sharded_sampler import AgreedSampler, ShardedSampler
@@ -67,6 +69,13 @@ class Partition(Protocol):
         """Return the smallest of all ranks' numbers."""
         ...
 
+    def raise_on_all(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context for a part of the start in which ranks do not meet.
+
+        Where it raises on one rank, all ranks raise at its end.
+        """
+        ...
+
     def probe_vocab_size(self, vocab_size: int) -> int:
         """Return how many of `vocab_size` ids are in the logits of every rank."""
         ...
@@ -100,6 +109,10 @@ class WholeModel:
     def fewest(self, number: int, device: torch.device) -> int:
         """Return the number."""
         return number
+
+    def raise_on_all(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
 
     def check_options(self, options: DeviceOptions, tiers: TierSetup | None) -> None:
         """Do nothing: one process has every option."""
@@ -138,6 +151,10 @@ class ReplicatedModel(WholeModel):
     def fewest(self, number: int, device: torch.device) -> int:
         """Return the smallest of all ranks' numbers."""
         return int(-self.largest(-number, device))
+
+    def raise_on_all(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context whose error on one rank is raised by all: the others by EngineDead."""
+        return raise_on_all(gather_over_communicator(self._communicator, device))
 
 
 class ShardedModel(ReplicatedModel):

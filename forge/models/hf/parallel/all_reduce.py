@@ -37,6 +37,7 @@ from forge.models.all_reduce_layout import (
     has_flags,
 )
 from forge.models.hf.cuda_module import CudaModule, compile_source, with_index
+from forge.models.hf.parallel.agreement import gather_objects, gather_over_group, raise_on_all
 from forge.models.rank_devices import WITHOUT_MULTICAST
 
 SOURCE = Path(__file__).with_name("all_reduce.cu")
@@ -79,7 +80,6 @@ class OneShotAllReduce:
         max_packet_bytes: int | None = None,
         dtypes: Sequence[torch.dtype] = tuple(DTYPE_MACROS),
     ) -> None:
-        _check_environment()
         self.rank, self.world_size = group.rank(), group.size()
         if self.world_size < 2 or max_bytes <= 0 or max_bytes % VECTOR_BYTES:
             raise ValueError(
@@ -97,9 +97,11 @@ class OneShotAllReduce:
             min(max_bytes, max_packet_bytes // VECTOR_BYTES * VECTOR_BYTES),
             max_bytes,
         )
-        self._modules = {dtype: self._load_module(dtype) for dtype in dtypes}
+        with raise_on_all(gather_over_group(group)):
+            _check_environment()
+            self._modules = {dtype: self._load_module(dtype) for dtype in dtypes}
         with torch.cuda.device(self._device):
-            _check_agreement(group, (self.layout, tuple(map(str, dtypes))))
+            _check_equal(group, (self.layout, tuple(map(str, dtypes))))
             self._share_memory(group)
 
     def takes(self, x: Tensor, residual: Tensor | None = None) -> bool:
@@ -182,13 +184,16 @@ class OneShotAllReduce:
         """Allocate this rank's memory and map that of the others."""
         size = self.layout.total_bytes
         # Kept: the memory is unmapped when they are deleted.
-        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
-        self._memory.zero_()
-        self._handle = symmetric_memory.rendezvous(self._memory, group)
+        with raise_on_all(gather_over_group(group)):
+            self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
+            self._memory.zero_()
+        # Torch's own collective call: a rank that fails in it meets the others after its timeout.
+        with raise_on_all(gather_over_group(group)):
+            self._handle = symmetric_memory.rendezvous(self._memory, group)
         # Where torch allocates it within a larger block, it begins at the same offset on all ranks.
         pointers = self._handle.buffer_ptrs
         offset = self._memory.data_ptr() - pointers[self.rank]
-        _check_agreement(group, offset)
+        _check_equal(group, offset)
         addresses = [each + offset for each in pointers]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         # Numbers of the next call with packets and with flags, for each CTA.
@@ -242,9 +247,8 @@ def _check_environment() -> None:
             raise RuntimeError(f"{name} is not {value}. Set it before the process uses CUDA.")
 
 
-def _check_agreement(group: dist.ProcessGroup, value: object) -> None:
+def _check_equal(group: dist.ProcessGroup, value: object) -> None:
     """Raise RuntimeError on every rank unless all ranks have equal values."""
-    values: list[object] = [None] * group.size()
-    dist.all_gather_object(values, value, group)
+    values = gather_objects(group, value)
     if any(each != values[0] for each in values):
         raise RuntimeError(f"ranks have different all-reduces: {values}. Make them equal.")

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.errors import one_line
+from forge.errors import EngineDead, one_line
+from forge.models.hf.parallel.agreement import gather_over_group, raise_on_all
 
 log = logging.getLogger("forge.start")
 
@@ -118,8 +119,10 @@ class SymmetricReducer:
 
         self._group_name = group.group_name
         self._max_bytes, self._one_shot_bytes = max_bytes, one_shot_bytes
-        self._memory = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(self._memory, group)
+        with raise_on_all(gather_over_group(group)):
+            self._memory = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=device)
+        with raise_on_all(gather_over_group(group)):
+            self._handle = symmetric_memory.rendezvous(self._memory, group)
 
     def takes(self, x: Tensor, residual: Tensor | None = None) -> bool:
         """Return whether the message fits the buffer and has whole vectors for each rank."""
@@ -256,18 +259,13 @@ def create_cuda_communicator(
     """Return the communicator of this rank. A collective call: every rank makes it.
 
     names   ways to sum, of CREATE_REDUCER; the last takes all tensors
-    Where GPUs cannot map each other's memory, the last sums everything, which is said in the log.
+    Where a GPU cannot map another's memory, the last sums everything on all ranks, which is said in
+    the log.
     """
-    reducers: list[Reducer] = []
     try:
         reducers = [CREATE_REDUCER[name](group, device) for name in names]
-    except RuntimeError as error:
-        log.warning("GPUs share no memory: %s", one_line(error))
-    # A rank that fails alone would sum in another way than the others.
-    num_ready = torch.tensor([len(reducers)], device=device)
-    dist.all_reduce(num_ready, dist.ReduceOp.MIN, group=group)
-    if int(num_ready) < len(names):
-        log.warning("%s sums all messages", names[-1])
+    except (EngineDead, OSError, RuntimeError) as error:  # on all ranks: see agreement.py
+        log.warning("%s sums all messages, GPUs share no memory: %s", names[-1], one_line(error))
         reducers = [CREATE_REDUCER[names[-1]](group, device)]
     return CudaCommunicator(group, reducers)
 
