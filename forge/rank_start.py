@@ -13,6 +13,7 @@ rank replays them in a scheduler of its own, and ends where a plan is not rank 0
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from forge.models.loader import LoadOptions, open_checkpoint_model
 from forge.policy import Policy
 from forge.ranks.rank_group import RankGroup
 from forge.ranks.rank_seat import FollowerSeat
+from forge.ranks.torchrun import SiblingRanks, TorchrunPlace, follow_sibling
 from forge.replay_run import ReplayRun
 from forge.start_log import StartLog
 
@@ -40,13 +42,19 @@ def start_ranks(
     overrides     as in `load_model`
     policy        policy of the engine, or its name
     load_policy   importable call from a name to a policy
-    Raises InvalidConfig.
+    Under torchrun the processes are there: that of rank 0 returns, and the others follow it until
+    it ends, and end. Raises InvalidConfig.
     """
+    place = TorchrunPlace.from_environment(os.environ)
     if isinstance(name, str) and name.partition(":")[0] == "hash":
+        if place is not None:
+            place.check_world_size(1)
         return None  # `load_model` refuses ranks of hash by name.
     options = LoadOptions.from_overrides(overrides)
     device_options = DeviceOptions(**options.device)
     num_ranks = device_options.tensor_parallel_size
+    if place is not None:
+        place.check_world_size(num_ranks)
     if num_ranks == 1:
         return None
     if options.tiers.check_kv:
@@ -68,7 +76,13 @@ def start_ranks(
             "Give the policy's name or a FILE.py",
         )
     create_policy = partial(load_policy, policy) if isinstance(policy, str) else None
-    return RankGroup(num_ranks, follow_checkpoint, (name, dict(overrides), create_policy))
+    args = (name, dict(overrides), create_policy)
+    if place is None:
+        return RankGroup(num_ranks, follow_checkpoint, args)
+    if place.rank:
+        follow_sibling(place)
+    with SiblingRanks(place) as siblings:
+        return RankGroup(num_ranks, follow_checkpoint, args, siblings)
 
 
 def follow_checkpoint(

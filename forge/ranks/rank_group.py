@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from forge.errors import EngineDead
 from forge.ranks.rank_process import FAILED_PREFIX, READY, RunRank, run_rank_process
@@ -44,6 +44,7 @@ from forge.ranks.rank_seat import (
     memory_file_path,
 )
 from forge.ranks.step_ring import NUM_SLOTS, SLOT_BYTES, RingMemory
+from forge.ranks.torchrun import SiblingRanks
 
 LOG = logging.getLogger("forge.ranks")
 
@@ -60,11 +61,29 @@ KILL_TIMEOUT_S = 5.0
 """Seconds to wait for a killed process: a driver that hangs may keep it indefinitely."""
 
 
+class RankProcess(Protocol):
+    """Process of a rank: a child of this one, or one that torchrun has started."""
+
+    @property
+    def sentinel(self) -> int: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def is_alive(self) -> bool: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class _Follower(NamedTuple):
     """A rank other than 0, and the other ends of its pipes."""
 
     rank: int
-    process: BaseProcess
+    process: RankProcess
     reports: Connection
     lifeline: Connection
 
@@ -76,14 +95,22 @@ class RankGroup:
     failure       None, or why the ranks have ended
     """
 
-    def __init__(self, world_size: int, run_rank: RunRank, args: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        run_rank: RunRank,
+        args: Sequence[Any] = (),
+        siblings: SiblingRanks | None = None,
+    ) -> None:
         """Start the processes. Return at once; `wait_until_ready` waits for them.
 
         run_rank   importable function that runs a rank: see rank_process.RunRank
         args       its further arguments, which must be picklable
+        siblings   processes that torchrun has started; None: the group starts processes
         Raises InvalidConfig on a system without the means.
         """
         self._context = get_context("spawn")
+        self._siblings = siblings
         self._store_fd = create_memory_file("forge-store", 0)
         self._ring_fd = create_memory_file("forge-ring", NUM_SLOTS * SLOT_BYTES)
         self._memory = RingMemory(memory_file_path(self._ring_fd))
@@ -120,13 +147,17 @@ class RankGroup:
             *(rank, world_size, store_path, self._memory),
             *(notices, acks, reports_end, lifeline),
         )
-        process = self._context.Process(
-            target=run_rank_process,
-            args=(seat, run_rank, args),
-            name=f"forge-rank-{rank}",
-            daemon=True,
-        )
-        process.start()
+        process: RankProcess
+        if self._siblings is None:
+            process = child = self._context.Process(
+                target=run_rank_process,
+                args=(seat, run_rank, args),
+                name=f"forge-rank-{rank}",
+                daemon=True,
+            )
+            child.start()
+        else:
+            process = self._siblings.start(seat, run_rank, args)
         for end in (notices, acks, reports_end, lifeline):
             end.close()
         self._followers.append(_Follower(rank, process, reports, lifeline_end))
@@ -215,6 +246,9 @@ class RankGroup:
             self._watcher.join(KILL_TIMEOUT_S)
         for end in (*(end for each in self._followers for end in each[2:]), *self._leader_ends):
             end.close()
+        for follower in self._followers:
+            if not follower.process.is_alive():
+                follower.process.close()
         for fd in (self._store_fd, self._ring_fd):
             os.close(fd)
         self._store_fd = self._ring_fd = -1
@@ -281,7 +315,9 @@ def _describe_end(follower: _Follower, words: str | None) -> str:
     """Return which rank ended, and why as far as that is known."""
     exit_code = follower.process.exitcode
     cause = f"exit code {exit_code}"
-    if exit_code is not None and exit_code < 0:
+    if exit_code is None:
+        cause = "torchrun has its exit code"
+    elif exit_code < 0:
         cause = f"signal {-exit_code}, {signal.strsignal(-exit_code)}"
     return f"rank {follower.rank} ended ({cause})" + (f": {words}" if words else "")
 

@@ -33,7 +33,12 @@ from forge.request import SamplingParams  # noqa: E402
 from tests.hf.families import create_module_from_config  # noqa: E402
 from tests.hf.gpu_rank import WORLD_SIZE, run_rank  # noqa: E402
 from tests.hf.test_http import start_server  # noqa: E402
-from tests.hf.test_rank_processes import ROOT, child_pids  # noqa: E402
+from tests.hf.test_rank_processes import (  # noqa: E402
+    PARENT,
+    ROOT,
+    child_pids,
+    torchrun_command,
+)
 from tests.ranks.test_rank_group import is_alive, wait_until  # noqa: E402
 
 DEVICE = "cuda"
@@ -191,6 +196,31 @@ def test_a_process_that_is_killed_in_a_step_ends_all_ranks(checkpoint: Path, vic
             assert process.wait(60) == 1
         wait_until(lambda: not session_pids(process.pid))
         print(f"{victim} killed: all processes ended after {time.monotonic() - killed_s:.2f} s")
+
+
+def test_torchrun_starts_the_ranks_of_a_server(checkpoint: Path) -> None:
+    """SIGTERM of torchrun ends both processes that it has started, and their children."""
+    words = serve_words(checkpoint, "bfloat16")
+    with start_server(*words, stderr=None, launcher=torchrun_command()) as (process, url):
+        workers = pids_with(str(checkpoint), process.pid)
+        assert len(workers) == WORLD_SIZE
+        pids = [*workers, *(pid for worker in workers for pid in child_pids(worker))]
+        tokens = generate(url, bodies()[0])
+        assert len(tokens) == GREEDY["max_tokens"]
+        process.terminate()
+        process.wait(60)
+        wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def pids_with(word: str, parent: int) -> list[int]:
+    """Return the children of a process whose command has this word."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[PARENT]) == parent and word in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found
 
 
 def test_llm_leads_from_the_programs_own_thread(checkpoint: Path) -> None:

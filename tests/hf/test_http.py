@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,15 +101,18 @@ def reference_continuations(folder: Path) -> list[Continuation]:
 
 @contextmanager
 def start_server(
-    *words: str, stderr: int | None = subprocess.PIPE
+    *words: str,
+    stderr: int | None = subprocess.PIPE,
+    launcher: Sequence[str] = (sys.executable,),
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start `forge serve` in a session of its own. Yield it and its address, once it is ready.
 
-    stderr   where its log goes; None: that of this process
+    stderr     where its log goes; None: that of this process
+    launcher   command that takes `-m` and a module
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
     with subprocess.Popen(
-        [sys.executable, "-m", "forge", "serve", *words, "--port", "0"],
+        [*launcher, "-m", "forge", "serve", *words, "--port", "0"],
         cwd=ROOT,
         env={**env, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,

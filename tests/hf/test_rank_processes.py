@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from forge.async_llm import AsyncLLM  # noqa: E402
+from forge.bench.served_traffic import find_free_port  # noqa: E402
 from forge.llm import LLM, Options  # noqa: E402
 from forge.request import SamplingParams  # noqa: E402
 from tests.ranks.test_rank_group import is_alive, wait_until  # noqa: E402
@@ -92,3 +93,24 @@ def test_ranks_of_a_program_end_with_it() -> None:
     )
     assert (ended.returncode, ended.stdout) == (0, "4\n"), ended.stderr
     assert "killed" not in ended.stderr
+
+
+def torchrun_command() -> list[str]:
+    """Return the words that start two ranks on this host."""
+    port = str(find_free_port())
+    words = ("--nproc-per-node", "2", "--master-port", port)
+    return [sys.executable, "-m", "torch.distributed.run", *words]
+
+
+@pytest.mark.long
+def test_torchrun_starts_the_ranks_of_a_command() -> None:
+    """Rank 0 runs the command, and the other process follows it and ends with it."""
+    with LLM("tiny", **ON_CPU) as alone:
+        (output,) = alone.generate(["Once"], PARAMS[0], use_tqdm=False)
+    options = "--device cpu --dtype float32 --num-blocks 256 --tensor-parallel-size 2".split()
+    sampling = "--temperature 0 --max-tokens 16 --ignore-eos".split()
+    words = [*torchrun_command(), *"-m forge generate Once --model tiny".split()]
+    ended = subprocess.run(
+        [*words, *options, *sampling], cwd=ROOT, capture_output=True, timeout=400, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, output.choices[0].text + "\n"), ended.stderr
