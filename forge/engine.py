@@ -33,7 +33,14 @@ from forge.policy import FCFS, Policy
 from forge.proposers import Proposer
 from forge.request import Delta, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
-from forge.seam import Model, PendingStep, StepOutput, StepPlan, executes_moves
+from forge.seam import (
+    Model,
+    PendingStep,
+    StepOutput,
+    StepPlan,
+    executes_moves,
+    samples_late_rows,
+)
 from forge.sequence import GrammarMatcher, StopChecker
 from forge.sessions import SessionKey
 from forge.tokenizer import StopStringDetokenizer, Tokenizer, Vocabulary
@@ -263,6 +270,13 @@ class Engine:
                 "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"
             )
         if params.structure is not None:
+            if self.config.depth > 1 and not samples_late_rows(self.model):
+                raise InvalidRequest(
+                    "structure",
+                    f"this model does not sample late rows (StepPlan.late_rows), which come with "
+                    f"{self.config.depth} plans in flight",
+                    "Give the model samples_late_rows(), or start with depth 1",
+                )
             self.grammar_backend.check(params.structure)
         self.scheduler.max_len(request)
 

@@ -98,6 +98,10 @@ class _RemoteModel(NamedTuple):
         """Return True: the engine in the model's process has checked it."""
         return True
 
+    def samples_late_rows(self) -> bool:
+        """Return True: the engine in the model's process checks it for each request."""
+        return True
+
     def forward(self, plan: StepPlan) -> NoReturn:
         """Raise AssertionError: this process never runs the model."""
         raise AssertionError("the model is in another process")

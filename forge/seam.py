@@ -377,3 +377,20 @@ class MovesBlocks(Protocol):
 def executes_moves(model: Model) -> bool:
     """Return whether the model carries out stores and loads. One without the method does not."""
     return isinstance(model, MovesBlocks) and model.executes_moves()
+
+
+@runtime_checkable
+class SamplesLateRows(Protocol):
+    """Optional method of a Model, for structures at depth 2. A wrapper gives the inner answer."""
+
+    def samples_late_rows(self) -> bool:
+        """Return whether `forward` leaves `late_rows` unsampled until the next plan's masks."""
+        ...
+
+
+def samples_late_rows(model: Model) -> bool:
+    """Return whether the model samples late rows with their masks.
+
+    One without the method is taken to ignore `StepPlan.late_rows`.
+    """
+    return isinstance(model, SamplesLateRows) and model.samples_late_rows()

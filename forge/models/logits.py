@@ -203,6 +203,10 @@ class LogitsModel:
         """Return True: `forward` carries out stores and loads."""
         return True
 
+    def samples_late_rows(self) -> bool:
+        """Return True: `forward` first samples the late rows of the plan before."""
+        return True
+
     def forward(self, plan: StepPlan) -> ComputedStep:
         """Execute the draft's plans, then the plan's copies, rows and moves, in order.
 

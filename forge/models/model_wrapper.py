@@ -5,7 +5,7 @@ Owns nothing but the model inside. Knows no plan: subclasses implement `forward`
 
 from __future__ import annotations
 
-from forge.seam import Model, executes_moves
+from forge.seam import Model, executes_moves, samples_late_rows
 
 
 class ModelWrapper:
@@ -29,3 +29,7 @@ class ModelWrapper:
     def executes_moves(self) -> bool:
         """Return whether the inner model carries out stores and loads."""
         return executes_moves(self._model)
+
+    def samples_late_rows(self) -> bool:
+        """Return whether the inner model samples late rows with their masks."""
+        return samples_late_rows(self._model)

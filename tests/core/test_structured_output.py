@@ -17,6 +17,7 @@ from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
 from forge.errors import InvalidRequest
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.mask_threads import MIN_MASKS
+from forge.models.model_wrapper import ModelWrapper
 from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, Delta, FinishReason
 from forge.structured_output import (
     CACHE_MIB,
@@ -598,6 +599,28 @@ def test_an_engine_with_threads_gives_the_same_deltas_at_the_same_steps(depth: i
         FinishReason.STOP,
         FinishReason.LENGTH,
     }
+
+
+class PlainModel:
+    """A model that ignores late rows: it has only the methods that every model has."""
+
+    def __init__(self) -> None:
+        model = HashModel(num_blocks=64, block_size=4)
+        self.vocab_size, self.num_layers = model.vocab_size, model.num_layers
+        self.eos_token, self.forward = model.eos_token, model.forward
+
+
+def test_a_structure_needs_a_model_that_samples_late_rows_if_plans_are_made_ahead() -> None:
+    params = SamplingParams(max_tokens=4, structure=Structure.regex("[ab]{3}"))
+    for model in (PlainModel(), ModelWrapper(PlainModel())):  # type: ignore[arg-type]
+        engine = Engine(model, config(depth=2), TOKENIZER)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match=r"structure: .*late_rows.*start with depth 1"):
+            engine.submit(Request(0, (1,), params))
+        assert not engine.has_work
+    engine = Engine(PlainModel(), config(depth=1), TOKENIZER)
+    engine.submit(Request(0, (1,), params))
+    tokens = [token for _ in range(8) for delta in engine.step() for token in delta.tokens]
+    assert len(tokens) == 3 and set(tokens) <= {98, 99}
 
 
 # Many at a time.

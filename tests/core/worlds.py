@@ -37,7 +37,15 @@ from forge.request import (
     Structure,
     TokenLogprob,
 )
-from forge.seam import HostFile, Model, PendingStep, StepOutput, StepPlan, executes_moves
+from forge.seam import (
+    HostFile,
+    Model,
+    PendingStep,
+    StepOutput,
+    StepPlan,
+    executes_moves,
+    samples_late_rows,
+)
 from forge.tokenizer import ByteTokenizer, Tokenizer
 from tests.core.reference import ALPHABET, ExpectedChoice, compute_expected
 
@@ -338,6 +346,10 @@ class RecordingModel:
     def executes_moves(self) -> bool:
         """Return whether the model carries out stores and loads."""
         return executes_moves(self._model)
+
+    def samples_late_rows(self) -> bool:
+        """Return whether the model samples late rows with their masks."""
+        return samples_late_rows(self._model)
 
     def forward(self, plan: StepPlan) -> PendingStep:
         """Log the plan, call `on_plan`, and run the model."""

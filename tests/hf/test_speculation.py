@@ -264,7 +264,7 @@ class LoggingModel:
         self._model = model
         self.steps: list[tuple[StepPlan, StepOutput]] = []
         self.vocab_size, self.num_layers = model.vocab_size, model.num_layers
-        self.eos_token = model.eos_token
+        self.eos_token, self.samples_late_rows = model.eos_token, model.samples_late_rows
 
     def forward(self, plan: StepPlan) -> LoggedStep:
         try:
@@ -319,7 +319,7 @@ class ComparedModels:
     def __init__(self, ours: HFModel, theirs: LogitsModel) -> None:
         self._ours, self._theirs = ours, theirs
         self.vocab_size, self.num_layers = ours.vocab_size, ours.num_layers
-        self.eos_token = ours.eos_token
+        self.eos_token, self.samples_late_rows = ours.eos_token, ours.samples_late_rows
 
     def forward(self, plan: StepPlan) -> ComparedStep:
         return ComparedStep(self._ours.forward(plan), self._theirs.forward(plan))

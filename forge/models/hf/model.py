@@ -132,6 +132,10 @@ class HFModel:
         """Return whether this model has a host pool, whose moves `forward` carries out."""
         return self._moves is not None
 
+    def samples_late_rows(self) -> bool:
+        """Return True: `forward` first queues the samples of the late rows of the plan before."""
+        return True
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> HFStep:
         """Queue the draft model's plans, then this plan. Return without waiting for the device."""
