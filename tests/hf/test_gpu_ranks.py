@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,6 +197,23 @@ def test_a_process_that_is_killed_in_a_step_ends_all_ranks(checkpoint: Path, vic
             assert process.wait(60) == 1
         wait_until(lambda: not session_pids(process.pid))
         print(f"{victim} killed: all processes ended after {time.monotonic() - killed_s:.2f} s")
+
+
+def test_prefixes_come_back_from_the_host_memory_of_two_ranks(checkpoint: Path) -> None:
+    """One prompt fits into the blocks of the devices, and all of them into host memory."""
+    prompts = [[*range(9 + 600 * index, 600 + 600 * index)] for index in range(4)]
+    words = ("--block-size", "16", "--num-blocks", "64", "--max-model-len", "1024")
+    tier = (*words, "--kv-host-gib", "0.5", "--kv-load-rule", "always")
+    with start_server(*serve_words(checkpoint, "float32"), *tier, stderr=None) as (_, url):
+        rounds = [
+            [generate(url, {**GREEDY, "prompt": prompt, "max_tokens": 8}) for prompt in prompts]
+            for _ in range(3)
+        ]
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+    assert rounds[1] == rounds[0] and rounds[2] == rounds[0]
+    (hits,) = re.findall(r"^forge_host_cache_hits_total\S* (\S+)$", metrics, re.MULTILINE)
+    print(f"tokens from host memory: {hits}")
+    assert float(hits) > 1000
 
 
 def test_torchrun_starts_the_ranks_of_a_server(checkpoint: Path) -> None:

@@ -104,6 +104,20 @@ def test_a_rank_that_follows_gives_rank_0_the_tokens_of_one_rank(name: str) -> N
     assert queue.num_messages == len(plans)
 
 
+def test_a_rank_that_follows_moves_its_own_blocks_to_host_memory_and_back() -> None:
+    whole = parallel.whole_decoder("qwen3", torch.float64)
+    expected, num_loads = parallel.serve_prefixes_twice(parallel.tiered_model(whole, WHOLE))
+    assert num_loads >= 4
+
+    def create_model(communicator: ThreadCommunicator) -> HFModel:
+        module = parallel.module_of("qwen3", torch.float64)
+        decoder = parallel.divided_decoder(module, communicator)
+        return parallel.tiered_model(decoder, ShardedModel(communicator))
+
+    served, _ = run_led(create_model, parallel.serve_prefixes_twice)
+    assert served == (expected, num_loads)
+
+
 def test_a_rank_that_follows_runs_the_draft_model_too() -> None:
     """Drafts under rejection need the whole distribution of each rank's own draft model."""
     sizes = drafting.Sizes(22, 4, 64, 2)

@@ -310,49 +310,58 @@ def test_drafts_are_accepted_as_on_one_rank(kind: str, acceptance: str) -> None:
             drafting.same_scores(served.scores[request], scores)
 
 
-def test_prefixes_come_back_from_the_host_memory_of_each_rank() -> None:
-    """Six blocks hold one prompt; twelve in host memory hold four, each rank's its own heads."""
-    config = EngineConfig(
-        num_blocks=6,
-        block_size=8,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        max_model_len=64,
-        depth=2,
-        host_tier=HostTier(num_blocks=12, min_clean_percent=100, min_touches=1),
+NUM_HOST_BLOCKS = 12
+TIERED = EngineConfig(
+    num_blocks=6,
+    block_size=8,
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    max_model_len=64,
+    depth=2,
+    host_tier=HostTier(num_blocks=NUM_HOST_BLOCKS, min_clean_percent=100, min_touches=1),
+)
+"""Six blocks hold one prompt; twelve in host memory hold four."""
+
+
+def tiered_model(decoder_and_layers: Any, partition: Partition) -> HFModel:
+    """Return a model whose host memory holds each rank's own heads."""
+    decoder, layers = decoder_and_layers
+    spec = select_kv_cache_spec(layers, torch.float64, CPU)
+    block_bytes = spec.bytes_per_token * TIERED.block_size
+    slabs = allocate_slabs(NUM_HOST_BLOCKS * block_bytes, is_pinned=False, block_bytes=block_bytes)
+    return assemble_model(
+        decoder,
+        layers,
+        spec,
+        TIERED,
+        vocab_size=VOCAB,
+        eos_token=EOS,
+        device=CPU,
+        host_memory=HostMemory(HostPool(slabs, block_bytes), None),
+        partition=partition,
     )
+
+
+def serve_prefixes_twice(model: HFModel) -> tuple[list[Any], int]:
+    """Return the tokens of four prompts, which come twice, and the loads from host memory."""
     prompts = [tuple(range(20 * index + 3, 20 * index + 20)) for index in range(4)]
+    engine, found, num_loads = Engine(model, TIERED), [], 0
+    for index in range(8):
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+        outcome = run(engine, Request(index, prompts[index % 4], params))
+        found.append(outcome.tokens(index))
+        num_loads += sum(len(plan.loads) for plan in outcome.plans)
+    return found, num_loads
 
-    def serve(decoder_and_layers: Any, partition: Partition) -> tuple[list[Any], int]:
-        decoder, layers = decoder_and_layers
-        spec = select_kv_cache_spec(layers, torch.float64, CPU)
-        block_bytes = spec.bytes_per_token * config.block_size
-        slabs = allocate_slabs(12 * block_bytes, is_pinned=False, block_bytes=block_bytes)
-        model = assemble_model(
-            decoder,
-            layers,
-            spec,
-            config,
-            vocab_size=VOCAB,
-            eos_token=EOS,
-            device=CPU,
-            host_memory=HostMemory(HostPool(slabs, block_bytes), None),
-            partition=partition,
-        )
-        engine, found, num_loads = Engine(model, config), [], 0
-        for index in range(8):
-            params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
-            outcome = run(engine, Request(index, prompts[index % 4], params))
-            found.append(outcome.tokens(index))
-            num_loads += sum(len(plan.loads) for plan in outcome.plans)
-        return found, num_loads
 
-    expected, num_loads = serve(whole_decoder("qwen3", torch.float64), WHOLE)
+def test_prefixes_come_back_from_the_host_memory_of_each_rank() -> None:
+    whole = whole_decoder("qwen3", torch.float64)
+    expected, num_loads = serve_prefixes_twice(tiered_model(whole, WHOLE))
     assert expected[:4] == expected[4:] and num_loads >= 4
 
     def serve_rank(communicator: ThreadCommunicator) -> tuple[list[Any], int]:
         decoder = divided_decoder(module_of("qwen3", torch.float64), communicator)
-        return serve(decoder, ShardedModel(communicator))
+        return serve_prefixes_twice(tiered_model(decoder, ShardedModel(communicator)))
 
     for served in run_ranks(create_communicators(2), serve_rank):
         assert served == (expected, num_loads)
