@@ -200,9 +200,9 @@ def test_a_process_that_is_killed_in_a_step_ends_all_ranks(checkpoint: Path, vic
 
 
 def test_prefixes_come_back_from_the_host_memory_of_two_ranks(checkpoint: Path) -> None:
-    """The devices hold one prompt, host memory all. A block is stored once it was used twice."""
-    prompts = [[*range(9 + 600 * index, 600 + 600 * index)] for index in range(4)]
-    words = ("--block-size", "16", "--num-blocks", "64", "--max-model-len", "1024")
+    """The devices hold ten prompts, host memory all. A block is stored once it was used twice."""
+    prompts = [[*range(9 + 250 * index, 489 + 250 * index)] for index in range(14)]
+    words = ("--block-size", "16", "--num-blocks", "300", "--max-model-len", "1024")
     tier = (*words, "--kv-host-gib", "0.5", "--kv-load-rule", "always")
     with start_server(*serve_words(checkpoint, "float32"), *tier, stderr=None) as (_, url):
         rounds = [
@@ -211,10 +211,10 @@ def test_prefixes_come_back_from_the_host_memory_of_two_ranks(checkpoint: Path) 
                 for prompt in prompts
                 for _ in range(2)
             ]
-            for _ in range(3)
+            for _ in range(2)
         ]
         metrics = httpx.get(f"{url}/metrics", timeout=60).text
-    assert rounds[0] == rounds[1] == rounds[2]
+    assert rounds[0] == rounds[1]
     (hits,) = re.findall(r"^forge_host_cache_hits_total\S* (\S+)$", metrics, re.MULTILINE)
     print(f"tokens from host memory: {hits}")
     assert float(hits) > 1000
