@@ -25,7 +25,6 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from forge.bench.rank_processes import RankPlace
 from forge.models.hf.ops.skinny_gemm import SkinnyGemm
 from forge.models.hf.ops.triton_ops import TritonOps
 from forge.models.hf.parallel.all_reduce import DTYPE_MACROS, OneShotAllReduce
@@ -71,16 +70,16 @@ class CheckedCall(NamedTuple):
 class Rank:
     """Device, group and all-reduces of this process."""
 
-    def __init__(self, place: RankPlace, setting: Setting) -> None:
-        self.place = place
+    def __init__(self, rank: int, world_size: int, start: int, setting: Setting) -> None:
+        self.rank, self.world_size = rank, world_size
         self.setting = setting
-        self.device = torch.device("cuda", place.rank)
+        self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         store = dist.TCPStore(
-            "127.0.0.1", int(os.environ["MASTER_PORT"]) + place.start, is_master=place.rank == 0
+            "127.0.0.1", int(os.environ["MASTER_PORT"]) + start, is_master=rank == 0
         )
         dist.init_process_group(
-            "nccl", store=store, rank=place.rank, world_size=place.world_size, device_id=self.device
+            "nccl", store=store, rank=rank, world_size=world_size, device_id=self.device
         )
         group = dist.group.WORLD
         assert group is not None
@@ -97,7 +96,7 @@ class Rank:
         self.symmetric.zero_()
         symmetric_memory.rendezvous(self.symmetric, group)
         self._generator = torch.Generator(self.device)
-        self._delays = random.Random(place.rank)
+        self._delays = random.Random(rank)
 
     def meet(self) -> None:
         """Wait for all ranks, on the host."""
@@ -116,7 +115,7 @@ class Rank:
         most = max(1, min(256, CHECKED_BYTES // (hidden * dtype.itemsize)))
         rows = rng.choice((1, 1, 2, rng.randint(1, 16), rng.randint(1, most)))
         mode = rng.choice(("sum", "residual", "norm", "gather"))
-        shape = (self.place.world_size, rows, hidden)
+        shape = (self.world_size, rows, hidden)
         xs = torch.empty(shape, dtype=dtype, device=self.device)
         if mode == "gather" and not self.reducers[name].takes_gather(xs[0]):
             mode = "sum"
@@ -132,7 +131,7 @@ class Rank:
 
     def launch(self, name: str, call: CheckedCall) -> tuple[Tensor, ...]:
         """Make a call with one of the all-reduces."""
-        reducer, x = self.reducers[name], call.xs[self.place.rank]
+        reducer, x = self.reducers[name], call.xs[self.rank]
         if call.mode == "sum":
             return (reducer.all_reduce(x),)
         if call.mode == "gather":
@@ -173,7 +172,7 @@ class Comparison:
 
     def result(self) -> dict[str, Any]:
         """Return the counts. Raises RuntimeError on a difference."""
-        digests = [torch.zeros_like(self._digest) for _ in range(self._rank.place.world_size)]
+        digests = [torch.zeros_like(self._digest) for _ in range(self._rank.world_size)]
         dist.all_gather(digests, self._digest, self._rank.group)
         wrong_sums, wrong_norms = self._wrong.tolist()
         num_digests = len({int(each) for each in digests})
@@ -303,7 +302,7 @@ def time_chain(rank: Rank, method: str, rows: int) -> float:
     method   an all-reduce of `Rank.reducers`, "one-shot" or "nccl"; "none": the products add the
              residual and nothing is reduced
     """
-    size = rank.place.world_size
+    size = rank.world_size
     inputs = [
         torch.ones(rows, width // size, dtype=torch.bfloat16, device=rank.device)
         for width in (CHAIN_HEADS, CHAIN_INTERMEDIATE)
@@ -344,7 +343,7 @@ def time_gather(rank: Rank, method: str, rows: int) -> float:
     x = torch.ones(rows, dtype=torch.int64, device=rank.device)
     if method in rank.reducers:
         return time_graph(rank, partial(rank.reducers[method].all_gather, x), GRAPH_CALLS)
-    out = x.new_empty((rank.place.world_size, rows))
+    out = x.new_empty((rank.world_size, rows))
     run = partial(dist.all_gather_into_tensor, out, x, group=rank.group)
     return time_graph(rank, run, GRAPH_CALLS)
 
@@ -361,9 +360,11 @@ def run_part(rank: Rank, part: str) -> Any:
     return time_chain(rank, words[0], int(words[1]))
 
 
-def run_rank(setting: Setting, place: RankPlace, parts: Sequence[str]) -> Iterator[Any]:
+def run_rank(
+    setting: Setting, number: int, world_size: int, start: int, parts: Sequence[str]
+) -> Iterator[Any]:
     """Set this rank up, yield None, then yield the result of each part."""
-    rank = Rank(place, setting)
+    rank = Rank(number, world_size, start, setting)
     yield None
     for part in parts:
         rank.meet()

@@ -24,19 +24,12 @@ MAX_STARTS = 6
 """Starts of the ranks in one run, the first included."""
 
 
-class RankPlace(NamedTuple):
-    """Place of a rank.
+SetUp = Callable[[int, int, int, Sequence[str]], Iterable[Any]]
+"""Sets a rank up, yields None, then yields the result of each part in order.
 
-    start   number of the start of all ranks: their rendezvous has a new name each time
-    """
-
-    rank: int
-    world_size: int
-    start: int
-
-
-SetUp = Callable[[RankPlace, Sequence[str]], Iterable[Any]]
-"""Sets a rank up, yields None, then yields the result of each part in order."""
+Takes the rank, the world size, the number of the start, and the names of the parts. The rendezvous
+of each start has a name of its own.
+"""
 
 Report = Callable[[str, list[Any]], None]
 """Receives the name of a part and the results of all ranks, in the order of ranks."""
@@ -86,7 +79,7 @@ def _run_once(
     processes = [
         spawn.Process(
             target=_run_rank,
-            args=(set_up, RankPlace(rank, world_size, start), parts, sender),
+            args=(set_up, rank, world_size, start, parts, sender),
             daemon=True,
         )
         for rank, (_, sender) in enumerate(pipes)
@@ -105,10 +98,15 @@ def _run_once(
 
 
 def _run_rank(
-    set_up: SetUp, place: RankPlace, parts: Sequence[str], connection: Connection
+    set_up: SetUp,
+    rank: int,
+    world_size: int,
+    start: int,
+    parts: Sequence[str],
+    connection: Connection,
 ) -> None:
     try:
-        for result in set_up(place, parts):
+        for result in set_up(rank, world_size, start, parts):
             connection.send((result, None))
     except BaseException:
         connection.send((None, traceback.format_exc()))

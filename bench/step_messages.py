@@ -32,8 +32,8 @@ from forge.models.hf.parallel.step_message import decode_step, encode_step
 from forge.models.hf.runner.batch_step import BatchStep
 from forge.models.hf.runner.input_batch import build_input_batch
 from forge.ranks.message_kind import STEP
+from forge.ranks.rank_context import FollowerContext
 from forge.ranks.rank_group import RankGroup
-from forge.ranks.rank_seat import FollowerSeat
 from forge.ranks.step_ring import RingReader, select_spin_s
 from forge.seam import Row, StepPlan, TokenRef
 
@@ -56,17 +56,17 @@ def create_decode_step(num_rows: int) -> BatchStep:
 
 
 def read_messages(
-    seat: FollowerSeat, report_ready: Callable[[], None], folder: str, spin_s: float
+    rank_context: FollowerContext, report_ready: Callable[[], None], folder: str, spin_s: float
 ) -> None:
     """Read and decode steps until the ring ends. Write when each arrived and was decoded, in ns."""
-    reader = RingReader(seat.memory, seat.notices, seat.acks, spin_s)
+    reader = RingReader(rank_context.memory, rank_context.notices, rank_context.acks, spin_s)
     report_ready()
     times: list[tuple[int, int]] = []
     while (message := reader.receive()) is not None:
         received_ns = time.perf_counter_ns()
         decode_step(message)
         times.append((received_ns, time.perf_counter_ns()))
-    Path(folder, f"{seat.rank}.json").write_text(json.dumps(times))
+    Path(folder, f"{rank_context.rank}.json").write_text(json.dumps(times))
 
 
 def measure(
@@ -78,7 +78,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         with RankGroup(num_ranks, read_messages, (folder, spin_s)) as group:
             group.watch_thread(lambda: False)
-            with group.leader_seat.open_writer() as writer:
+            with group.leader_context.open_writer() as writer:
                 group.wait_until_ready()
                 for _ in range(NUM_WARM_UP + num_steps):
                     time.sleep(period_s)

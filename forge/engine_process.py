@@ -43,8 +43,8 @@ from forge.models.gc_control import freeze_gc
 from forge.models.loader import import_checkpoint_packages
 from forge.policy import Policy
 from forge.rank_start import start_ranks
+from forge.ranks.rank_context import LeaderContext
 from forge.ranks.rank_process import end_with_parent, ignore_end_signals
-from forge.ranks.rank_seat import LeaderSeat
 from forge.request import Delta, FinishReason
 from forge.seam import StepPlan
 from forge.start_log import StartLog
@@ -128,19 +128,19 @@ class EngineProcess:
             )
         context = get_context("spawn")
         self._ranks = start_ranks(model, model_options(options), policy, load_policy)
-        seat = None if self._ranks is None else self._ranks.seat_of_process()
+        rank_context = None if self._ranks is None else self._ranks.context_of_process()
         self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(
             target=_run_engine,
             # The clock is the same in every process of the machine.
-            args=(child_pipe, model, policy, options, time.monotonic(), seat),
+            args=(child_pipe, model, policy, options, time.monotonic(), rank_context),
             name="forge-engine",
             daemon=True,
         )
         self._process.start()
         child_pipe.close()
-        if self._ranks is not None and seat is not None:
-            self._ranks.watch_process(self._process, seat)
+        if self._ranks is not None and rank_context is not None:
+            self._ranks.watch_process(self._process, rank_context)
         self._exit_stack = ExitStack()
         try:
             # While the other process imports and loads.
@@ -266,20 +266,20 @@ def _run_engine(
     policy: str,
     options: Options,
     began_s: float,
-    seat: LeaderSeat | None,
+    rank_context: LeaderContext | None,
 ) -> None:
     """Open the engine, report that it is open, and serve until the parent ends it or dies.
 
-    began_s   time.monotonic() when the parent began to start this process
-    seat      seat of rank 0, where the parent has started other ranks; None: there are none
+    began_s        time.monotonic() when the parent began to start this process
+    rank_context   context of rank 0, where the parent has started other ranks; None: there are none
     """
     start = StartLog(began_s, "process")
     ignore_end_signals()
-    if seat is not None and seat.lifeline is not None:
-        end_with_parent(seat.lifeline)
+    if rank_context is not None and rank_context.lifeline is not None:
+        end_with_parent(rank_context.lifeline)
     with nonblocking_logging(), suppress(BrokenPipeError), ExitStack() as exit_stack:
         try:
-            engine, tokenizer = open_engine(model, policy, options, exit_stack, start, seat)
+            engine, tokenizer = open_engine(model, policy, options, exit_stack, start, rank_context)
         except ForgeError as error:
             pipe.send(error)
             return

@@ -31,9 +31,9 @@ from forge.policies import policy_names, policy_path
 from forge.policy import POLICIES, Policy
 from forge.progress import GenerationProgress
 from forge.rank_start import start_ranks
+from forge.ranks.rank_context import LeaderContext
 from forge.ranks.rank_group import RankGroup
 from forge.ranks.rank_lead import RankLead
-from forge.ranks.rank_seat import LeaderSeat
 from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams
 from forge.start_log import StartLog
@@ -153,13 +153,13 @@ def open_engine_and_model(
     options: Options,
     exit_stack: ExitStack,
     start: StartLog | None = None,
-    seat: LeaderSeat | None = None,
+    rank_context: LeaderContext | None = None,
 ) -> tuple[Engine, LoadedModel]:
     """Open the named model and an engine on it, until `exit_stack` closes. Raises InvalidConfig.
 
-    start   where the phases of the start are recorded
-    seat    seat of rank 0, where another process has started the other ranks; None: they are
-            started here, if there are any
+    start          where the phases of the start are recorded
+    rank_context   context of rank 0, where another process has started the other ranks; None: they
+                   are started here, if there are any
     """
     start = start or StartLog()
     scheduling_policy = load_policy(policy)
@@ -167,8 +167,8 @@ def open_engine_and_model(
     publisher = _open_publisher(options, exit_stack)
     with ExitStack() as opening:
         lead, group = None, None
-        if seat is not None:
-            lead = RankLead(seat)
+        if rank_context is not None:
+            lead = RankLead(rank_context)
         elif (group := start_ranks(model, load_options, policy, load_policy)) is not None:
             lead = _lead_ranks(opening.enter_context(group))
         loaded = opening.enter_context(load_model(model, load_options, start, lead))
@@ -219,7 +219,7 @@ def model_options(options: Options) -> dict[str, Any]:
 
 def _lead_ranks(group: RankGroup) -> RankLead:
     """Return rank 0 of a group, which runs in this thread."""
-    lead = RankLead(group.leader_seat)
+    lead = RankLead(group.leader_context)
     group.watch_thread(lambda: lead.is_waiting)
     return lead
 
@@ -278,10 +278,10 @@ def open_engine(
     options: Options,
     exit_stack: ExitStack,
     start: StartLog | None = None,
-    seat: LeaderSeat | None = None,
+    rank_context: LeaderContext | None = None,
 ) -> tuple[Engine, Tokenizer]:
     """Open an engine on the named model, until `exit_stack` closes: see `open_engine_and_model`."""
-    engine, loaded = open_engine_and_model(model, policy, options, exit_stack, start, seat)
+    engine, loaded = open_engine_and_model(model, policy, options, exit_stack, start, rank_context)
     return engine, loaded.tokenizer
 
 

@@ -22,9 +22,9 @@ from forge.config import DeviceOptions
 from forge.errors import InvalidConfig, RankMismatch
 from forge.models.loader import LoadOptions, open_checkpoint_model
 from forge.policy import Policy
+from forge.ranks.rank_context import FollowerContext
 from forge.ranks.rank_group import RankGroup
-from forge.ranks.rank_seat import FollowerSeat
-from forge.ranks.torchrun import SiblingRanks, TorchrunPlace, follow_sibling
+from forge.ranks.torchrun import SiblingRanks, TorchrunRank, follow_sibling
 from forge.replay_run import ReplayRun
 from forge.start_log import StartLog
 
@@ -45,16 +45,16 @@ def start_ranks(
     Under torchrun the processes are there: that of rank 0 returns, and the others follow it until
     it ends, and end. Raises InvalidConfig.
     """
-    place = TorchrunPlace.from_environment(os.environ)
+    torchrun = TorchrunRank.from_environment(os.environ)
     if isinstance(name, str) and name.partition(":")[0] == "hash":
-        if place is not None:
-            place.check_world_size(1)
+        if torchrun is not None:
+            torchrun.check_world_size(1)
         return None  # `load_model` refuses ranks of hash by name.
     options = LoadOptions.from_overrides(overrides)
     device_options = DeviceOptions(**options.device)
     num_ranks = device_options.tensor_parallel_size
-    if place is not None:
-        place.check_world_size(num_ranks)
+    if torchrun is not None:
+        torchrun.check_world_size(num_ranks)
     if num_ranks == 1:
         return None
     if options.tiers.check_kv:
@@ -77,16 +77,16 @@ def start_ranks(
         )
     create_policy = partial(load_policy, policy) if isinstance(policy, str) else None
     args = (name, dict(overrides), create_policy)
-    if place is None:
+    if torchrun is None:
         return RankGroup(num_ranks, follow_checkpoint, args)
-    if place.rank:
-        follow_sibling(place)
-    with SiblingRanks(place) as siblings:
+    if torchrun.rank:
+        follow_sibling(torchrun)
+    with SiblingRanks(torchrun) as siblings:
         return RankGroup(num_ranks, follow_checkpoint, args, siblings)
 
 
 def follow_checkpoint(
-    seat: FollowerSeat,
+    rank_context: FollowerContext,
     report_ready: Callable[[], None],
     name: str,
     overrides: Mapping[str, Any],
@@ -97,13 +97,13 @@ def follow_checkpoint(
     create_policy   returns the engine's policy; None: rank 0 sends no lines of a recording
     """
     start = StartLog()
-    with open_checkpoint_model(name, overrides, start, seat) as loaded:
+    with open_checkpoint_model(name, overrides, start, rank_context) as loaded:
         from forge.models.hf.parallel.rank_steps import FollowingModel, follow_steps
 
         model = loaded.model
         assert isinstance(model, FollowingModel), "a checkpoint was opened"
         report_ready()
-        follow_steps(model, seat.open_reader(), PlanChecker(create_policy).check)
+        follow_steps(model, rank_context.open_reader(), PlanChecker(create_policy).check)
 
 
 class PlanChecker:

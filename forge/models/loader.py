@@ -40,8 +40,8 @@ from forge.models.loaded_model import LoadedModel
 from forge.models.mixed_costs import measure_mixed_costs
 from forge.models.rank_devices import RANK_VARIABLES, rank_environment
 from forge.models.tier_files import open_tier_files
+from forge.ranks.rank_context import RankContext
 from forge.ranks.rank_lead import RankLead
-from forge.ranks.rank_seat import Seat
 from forge.start_log import LOG, StartLog
 from forge.tier_options import TierOptions
 from forge.tokenizer import ByteTokenizer
@@ -133,8 +133,8 @@ def load_model(
             "Leave it out, or use forge serve, forge generate, LLM or AsyncLLM",
         )
     start = start or StartLog()
-    seat = None if lead is None else lead.seat
-    with open_checkpoint_model(name, overrides, start, seat) as loaded:
+    rank_context = None if lead is None else lead.rank_context
+    with open_checkpoint_model(name, overrides, start, rank_context) as loaded:
         if lead is not None:
             from forge.models.hf.parallel.rank_steps import lead_model
 
@@ -149,13 +149,16 @@ def load_model(
 
 @contextmanager
 def open_checkpoint_model(
-    name: str, overrides: Mapping[str, Any], start: StartLog, seat: Seat | None = None
+    name: str,
+    overrides: Mapping[str, Any],
+    start: StartLog,
+    rank_context: RankContext | None = None,
 ) -> Iterator[LoadedModel]:
     """Open the named checkpoint, or a rank's part of it, and close it when the context ends.
 
     Raise InvalidConfig.
-    overrides   as in `load_model`
-    seat        rank of this process; None: there is one rank
+    overrides      as in `load_model`
+    rank_context   rank of this process; None: there is one rank
     """
     if not isinstance(name, str) or not _is_checkpoint(name):
         raise InvalidConfig(
@@ -169,7 +172,7 @@ def open_checkpoint_model(
     _check_config_fields(options.config)
     with _open_checkpoint(
         *(_checkpoint_path(name), options.draft, options.config, device_options),
-        *(options.tiers, start, seat),
+        *(options.tiers, start, rank_context),
     ) as loaded:
         yield loaded
 
@@ -234,7 +237,7 @@ def _open_checkpoint(
     options: DeviceOptions,
     tier_options: TierOptions,
     start: StartLog,
-    seat: Seat | None,
+    rank_context: RankContext | None,
 ) -> Iterator[LoadedModel]:
     """Import forge.models.hf, which takes seconds, and open the checkpoint with it."""
     if draft is not None and not (isinstance(draft, str) and _is_checkpoint(draft)):
@@ -243,8 +246,8 @@ def _open_checkpoint(
             f"{str(draft)[:64]!r} is no checkpoint",
             "Use tiny-draft, a folder, or a HuggingFace id such as Qwen/Qwen3-0.6B",
         )
-    if seat is not None:
-        os.environ.update(_rank_environment(seat, options.device))
+    if rank_context is not None:
+        os.environ.update(_rank_environment(rank_context, options.device))
     with refuse_missing_packages("model", "a checkpoint needs"):
         # Loading needs a file with weights, and its device the context, right after the imports.
         begin_early(
@@ -258,12 +261,17 @@ def _open_checkpoint(
     with ExitStack() as exit_stack:
         exit_stack.enter_context(freeze_objects())
         communicator = None
-        if seat is not None:
+        if rank_context is not None:
             with start.phase("ranks"):
                 from forge.models.hf.parallel.rendezvous import open_communicator
 
                 communicator = exit_stack.enter_context(
-                    open_communicator(seat.rank, seat.world_size, seat.store_path, options.device)
+                    open_communicator(
+                        rank_context.rank,
+                        rank_context.world_size,
+                        rank_context.store_path,
+                        options.device,
+                    )
                 )
         tiers = create_tier_setup(tier_options, config_fields.get("enable_prefix_caching", True))
         opened = (
@@ -277,11 +285,11 @@ def _open_checkpoint(
         yield exit_stack.enter_context(opened)
 
 
-def _rank_environment(seat: Seat, device: str) -> Mapping[str, str]:
+def _rank_environment(rank_context: RankContext, device: str) -> Mapping[str, str]:
     """Return the variables that a rank's process sets before CUDA starts. Raise InvalidConfig."""
     if device == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return RANK_VARIABLES
-    return rank_environment(seat.rank, seat.world_size, os.environ)
+    return rank_environment(rank_context.rank, rank_context.world_size, os.environ)
 
 
 def _add_step_costs(loaded: LoadedModel) -> LoadedModel:

@@ -4,7 +4,7 @@ Owns the processes, the memory that ranks share, and why the group has failed. K
 Rank 0 is either another process, which the group watches too, or a thread of this one.
 
     this process    RankGroup ─ watch thread ── sentinels, reports ──┐
-                        │ seats                                      │ one ends: log why,
+                        │ contexts                                   │ one ends: log why,
                         ├──► rank 1 ─────────────────────────────────┤ kill the others
                         ├──► rank 2 ─────────────────────────────────┤
                         └──► rank 0: the engine's process, or here ──┘
@@ -36,13 +36,13 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from forge.errors import EngineDead
-from forge.ranks.rank_process import FAILED_PREFIX, READY, RunRank, run_rank_process
-from forge.ranks.rank_seat import (
-    FollowerSeat,
-    LeaderSeat,
+from forge.ranks.rank_context import (
+    FollowerContext,
+    LeaderContext,
     create_memory_file,
     memory_file_path,
 )
+from forge.ranks.rank_process import FAILED_PREFIX, READY, RunRank, run_rank_process
 from forge.ranks.step_ring import NUM_SLOTS, SLOT_BYTES, RingMemory
 from forge.ranks.torchrun import SiblingRanks
 
@@ -91,7 +91,7 @@ class _Follower(NamedTuple):
 class RankGroup:
     """Ranks 1 to world_size - 1, running, and what rank 0 needs to lead them.
 
-    leader_seat   seat of rank 0
+    leader_context   context of rank 0
     failure       None, or why the ranks have ended
     """
 
@@ -131,7 +131,7 @@ class RankGroup:
             notices.append(notice)
             acks.append(ack)
         store_path = memory_file_path(self._store_fd)
-        self.leader_seat = LeaderSeat(
+        self.leader_context = LeaderContext(
             world_size, store_path, self._memory, tuple(notices), tuple(acks)
         )
 
@@ -143,7 +143,7 @@ class RankGroup:
         (notices, notices_end), (acks_end, acks) = pipe(duplex=False), pipe(duplex=False)
         (reports, reports_end), (lifeline, lifeline_end) = pipe(duplex=False), pipe(duplex=False)
         store_path = memory_file_path(self._store_fd)
-        seat = FollowerSeat(
+        rank_context = FollowerContext(
             *(rank, world_size, store_path, self._memory),
             *(notices, acks, reports_end, lifeline),
         )
@@ -151,31 +151,31 @@ class RankGroup:
         if self._siblings is None:
             process = child = self._context.Process(
                 target=run_rank_process,
-                args=(seat, run_rank, args),
+                args=(rank_context, run_rank, args),
                 name=f"forge-rank-{rank}",
                 daemon=True,
             )
             child.start()
         else:
-            process = self._siblings.start(seat, run_rank, args)
+            process = self._siblings.start(rank_context, run_rank, args)
         for end in (notices, acks, reports_end, lifeline):
             end.close()
         self._followers.append(_Follower(rank, process, reports, lifeline_end))
         return notices_end, acks_end
 
-    def seat_of_process(self) -> LeaderSeat:
-        """Return the seat of a rank 0 that is another process; `watch` gets it once started."""
+    def context_of_process(self) -> LeaderContext:
+        """Return the context of a rank 0 that is another process; `watch` gets it once started."""
         lifeline, lifeline_end = self._context.Pipe(duplex=False)
         self._leader_ends.append(lifeline_end)
-        return self.leader_seat._replace(lifeline=lifeline)
+        return self.leader_context._replace(lifeline=lifeline)
 
-    def watch_process(self, leader: BaseProcess, seat: LeaderSeat) -> None:
+    def watch_process(self, leader: BaseProcess, rank_context: LeaderContext) -> None:
         """Watch all ranks from now on, rank 0 in another process.
 
-        seat   from `seat_of_process`; its pipes belong to that process, and close here
+        rank_context   from `context_of_process`; its pipes belong to that process, and close here
         """
         self._leader = leader
-        for end in (*seat.notices, *seat.acks, seat.lifeline):
+        for end in (*rank_context.notices, *rank_context.acks, rank_context.lifeline):
             if end is not None:
                 end.close()
         self._watch(lambda: _end_process(leader, LEADER_GRACE_S))

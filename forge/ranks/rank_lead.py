@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forge.ranks.message_kind import RECORDED_LINE, kind_bytes
-from forge.ranks.rank_seat import LeaderSeat
+from forge.ranks.rank_context import LeaderContext
 from forge.ranks.step_ring import RingWriter
 
 
 class RankLead:
     """Rank 0 of a model, from the start on.
 
-    seat         number of ranks, and where they meet
+    rank_context   number of ranks, and where they meet
     writer       writing end of the ring
     is_waiting   a call is in progress that may depend on another rank; True from the start, in
                  which ranks meet
     """
 
-    def __init__(self, seat: LeaderSeat) -> None:
-        self.seat = seat
-        self.writer: RingWriter = seat.open_writer()
+    def __init__(self, rank_context: LeaderContext) -> None:
+        self.rank_context = rank_context
+        self.writer: RingWriter = rank_context.open_writer()
         self.is_waiting = True
 
     @contextmanager

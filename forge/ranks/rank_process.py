@@ -1,6 +1,6 @@
 """Main function of a rank other than 0: its signals, its lifeline and its last words.
 
-Owns how a rank begins and ends. Knows nothing of what it runs: `run_rank` receives the seat.
+Owns how a rank begins and ends. Knows nothing of what it runs: `run_rank` receives the context.
 
     starting process ── lifeline ──► SIGIO, which ends this process: no Python, no lock is needed
                      ◄── reports ─── b"ready", once; then b"failed: ..." or nothing
@@ -24,7 +24,7 @@ from typing import Any
 
 from forge.errors import one_line
 from forge.log import nonblocking_logging
-from forge.ranks.rank_seat import FollowerSeat
+from forge.ranks.rank_context import FollowerContext
 
 LOG = logging.getLogger("forge.ranks")
 
@@ -32,7 +32,7 @@ READY = b"ready"
 FAILED_PREFIX = b"failed: "
 
 RunRank = Callable[..., None]
-"""Runs a rank until the ring ends: takes its seat, `report_ready` and further arguments."""
+"""Runs a rank until the ring ends: takes its context, `report_ready` and further arguments."""
 
 
 def end_with_parent(lifeline: Connection) -> None:
@@ -56,17 +56,19 @@ def ignore_end_signals() -> None:
         signal.signal(signal_number, signal.SIG_IGN)
 
 
-def run_rank_process(seat: FollowerSeat, run_rank: RunRank, args: tuple[Any, ...]) -> None:
+def run_rank_process(
+    rank_context: FollowerContext, run_rank: RunRank, args: tuple[Any, ...]
+) -> None:
     """Run a rank in this process, and report its error, if any, before it ends."""
     ignore_end_signals()
-    end_with_parent(seat.lifeline)
+    end_with_parent(rank_context.lifeline)
     with nonblocking_logging():
         try:
-            run_rank(seat, lambda: seat.reports.send_bytes(READY), *args)
+            run_rank(rank_context, lambda: rank_context.reports.send_bytes(READY), *args)
         except BaseException as error:  # the starting process reports it
-            LOG.exception("rank %d has ended", seat.rank)
+            LOG.exception("rank %d has ended", rank_context.rank)
             text = f"{type(error).__name__}: {one_line(error)}"
-            seat.reports.send_bytes(FAILED_PREFIX + text.encode(errors="replace"))
+            rank_context.reports.send_bytes(FAILED_PREFIX + text.encode(errors="replace"))
             sys.exit(1)
     # Nothing is left to save, and the interpreter takes seconds to free every object of a model.
     sys.stdout.flush()

@@ -1,11 +1,11 @@
 """torchrun: ranks whose processes an outer launcher has started, one for each rank on this host.
 
 Owns how these processes find each other, and how rank 0 watches one that is not its child. What a
-rank runs and its seat are those of ranks that rank 0 starts itself.
+rank runs and its context are those of ranks that rank 0 starts itself.
 
     torchrun ─┬─ rank 0   listens on a Unix socket ◄── connects ─┐
               └─ rank 1   ───────────────────────────────────────┘
-                          ◄── seat, its pipes, what it runs ── then as in rank_process.py
+                          ◄── context, its pipes, what it runs ── then as in rank_process.py
 
 The socket's name is that of torchrun's run, and in no folder. Both ends refuse a process of another
 user. Nothing here uses a network, torchrun's own store included.
@@ -27,8 +27,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from forge.errors import EngineDead, InvalidConfig
+from forge.ranks.rank_context import FollowerContext
 from forge.ranks.rank_process import RunRank, run_rank_process
-from forge.ranks.rank_seat import FollowerSeat
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 """Variables that torchrun sets in every process that it starts. Other launchers lack the fourth."""
@@ -45,8 +45,8 @@ _LENGTH = struct.Struct("<I")
 _NUM_PIPES = 4
 
 
-class TorchrunPlace(NamedTuple):
-    """Place of this process among those that torchrun has started.
+class TorchrunRank(NamedTuple):
+    """Number of this process among those that torchrun has started.
 
     address   name of the Unix socket at which they meet
     """
@@ -56,8 +56,8 @@ class TorchrunPlace(NamedTuple):
     address: str
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> TorchrunPlace | None:
-        """Return the place, or None where torchrun has started one process or none.
+    def from_environment(cls, environment: Mapping[str, str]) -> TorchrunRank | None:
+        """Return the rank of this process, or None where torchrun has started one process or none.
 
         Raise InvalidConfig where the processes are on several hosts.
         """
@@ -120,21 +120,21 @@ class SiblingProcess:
 
 
 class SiblingRanks:
-    """Rank 0's connections to the other ranks, which wait for their seats."""
+    """Rank 0's connections to the other ranks, which wait for their contexts."""
 
-    def __init__(self, place: TorchrunPlace) -> None:
+    def __init__(self, torchrun: TorchrunRank) -> None:
         """Wait until all have connected. Raise EngineDead where one does not in time."""
         self._sockets: dict[int, socket.socket] = {}
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(place.address)
-            listener.listen(place.world_size)
+            listener.bind(torchrun.address)
+            listener.listen(torchrun.world_size)
             listener.settimeout(CONNECT_TIMEOUT_S)
-            while len(self._sockets) < place.world_size - 1:
+            while len(self._sockets) < torchrun.world_size - 1:
                 try:
                     connected, _ = listener.accept()
                 except TimeoutError:
                     raise EngineDead(
-                        f"{place.world_size - 1 - len(self._sockets)} processes of torchrun did "
+                        f"{torchrun.world_size - 1 - len(self._sockets)} processes of torchrun did "
                         f"not begin within {CONNECT_TIMEOUT_S:g} s. See their output"
                     ) from None
                 _check_user(connected)
@@ -153,11 +153,13 @@ class SiblingRanks:
         for each in self._sockets.values():
             each.close()
 
-    def start(self, seat: FollowerSeat, run_rank: RunRank, args: tuple[Any, ...]) -> SiblingProcess:
-        """Let a rank run with this seat. Its ends of the pipes may be closed here after that."""
-        connected = self._sockets[seat.rank]
+    def start(
+        self, rank_context: FollowerContext, run_rank: RunRank, args: tuple[Any, ...]
+    ) -> SiblingProcess:
+        """Let a rank run with this context. Its ends of the pipes may be closed here after that."""
+        connected = self._sockets[rank_context.rank]
         process = SiblingProcess(_credentials(connected)[0])
-        *fields, notices, acks, reports, lifeline = seat
+        *fields, notices, acks, reports, lifeline = rank_context
         content = pickle.dumps((fields, run_rank, args))
         pipes = [each.fileno() for each in (notices, acks, reports, lifeline)]
         socket.send_fds(connected, [_LENGTH.pack(len(content))], pipes)
@@ -165,12 +167,12 @@ class SiblingRanks:
         return process
 
 
-def follow_sibling(place: TorchrunPlace) -> NoReturn:
-    """Run this process's rank: take its seat from rank 0, and end when the ring ends."""
+def follow_sibling(torchrun: TorchrunRank) -> NoReturn:
+    """Run this process's rank: take its context from rank 0, and end when the ring ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
-        _connect(connected, place.address)
+        _connect(connected, torchrun.address)
         _check_user(connected)
-        connected.sendall(_LENGTH.pack(place.rank))
+        connected.sendall(_LENGTH.pack(torchrun.rank))
         length, pipes, *_ = socket.recv_fds(connected, _LENGTH.size, _NUM_PIPES)
         if len(pipes) != _NUM_PIPES:
             raise EngineDead("rank 0 has ended before the other ranks began. See its output")
@@ -178,14 +180,14 @@ def follow_sibling(place: TorchrunPlace) -> NoReturn:
         fields, run_rank, args = pickle.loads(_receive(connected, *_LENGTH.unpack(length)))
     rank, world_size, store_path, memory = fields
     notices, acks, reports, lifeline = pipes
-    seat = FollowerSeat(
+    rank_context = FollowerContext(
         *(rank, world_size, store_path, memory),
         Connection(notices, writable=False),
         Connection(acks, readable=False),
         Connection(reports, readable=False),
         Connection(lifeline, writable=False),
     )
-    run_rank_process(seat, run_rank, args)
+    run_rank_process(rank_context, run_rank, args)
     raise AssertionError("the process has ended")
 
 
@@ -214,7 +216,7 @@ def _check_user(connected: socket.socket) -> None:
     """Raise EngineDead where the other end is a process of another user."""
     user = _credentials(connected)[1]
     if user != os.getuid():
-        raise EngineDead(f"a process of user {user} took the place of a rank")
+        raise EngineDead(f"a process of user {user} has connected as a rank")
 
 
 def _receive(connected: socket.socket, num_bytes: int) -> bytes:

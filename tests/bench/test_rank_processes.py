@@ -7,23 +7,23 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from forge.bench.rank_processes import RankPlace, run_parts
+from forge.bench.rank_processes import run_parts
 
 
-def run_named_parts(place: RankPlace, parts: Sequence[str]) -> Iterator[Any]:
+def run_named_parts(rank: int, world_size: int, start: int, parts: Sequence[str]) -> Iterator[Any]:
     """Set up and run parts that are named by what they do."""
     yield None
     for part in parts:
-        if part == "hang" and place.rank == 1:
+        if part == "hang" and rank == 1:
             threading.Event().wait()
-        if part == "raise" and place.rank == 0:
+        if part == "raise" and rank == 0:
             raise ValueError("a wrong sum")
-        if part == "exit" and place.rank == 1:
+        if part == "exit" and rank == 1:
             os._exit(3)
-        yield part, place.rank, place.start
+        yield part, rank, start
 
 
-def fail_to_set_up(place: RankPlace, parts: Sequence[str]) -> Iterator[Any]:
+def fail_to_set_up(rank: int, world_size: int, start: int, parts: Sequence[str]) -> Iterator[Any]:
     raise ValueError("no such device")
     yield None
 

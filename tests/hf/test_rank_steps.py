@@ -22,7 +22,9 @@ from forge.models.hf.loading.partition import (  # noqa: E402
 )
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.parallel.rank_steps import StepSender, follow_steps  # noqa: E402
+from forge.models.hf.parallel.sharded_sampler import AgreedSampler  # noqa: E402
 from forge.models.hf.runner.batch_step import BatchStep  # noqa: E402
+from forge.models.hf.sampling.sampler import SamplerOutput  # noqa: E402
 from forge.ranks.message_kind import STEP, message_kind  # noqa: E402
 from forge.seam import REJECTION  # noqa: E402
 from tests.hf import test_late_rows as structured  # noqa: E402
@@ -118,8 +120,31 @@ def test_a_rank_that_follows_moves_its_own_blocks_to_host_memory_and_back() -> N
     assert served == (expected, num_loads)
 
 
-def test_a_rank_that_follows_runs_the_draft_model_too() -> None:
-    """Drafts under rejection need the whole distribution of each rank's own draft model."""
+class OtherDistributions(AgreedSampler):
+    """Sampler whose distributions of drafts are wrong on every rank but 0."""
+
+    def sample(self, logits: Any, rows: Any, logits_rows: Any = None) -> SamplerOutput:
+        """Sample as rank 0, and reverse the distributions of other ranks."""
+        output = super().sample(logits, rows, logits_rows)
+        if self._communicator.rank:
+            for each in output.draft_distributions:
+                each.probs.copy_(each.probs.flip(1))
+        return output
+
+
+class OtherDrafts(ReplicatedModel):
+    """Partition of a draft model with OtherDistributions."""
+
+    def create_sampler(self, num_slots: int, vocab_size: int, device: Any) -> OtherDistributions:
+        """Return the sampler."""
+        return OtherDistributions(self._communicator, num_slots, vocab_size, device)
+
+
+@pytest.mark.parametrize("draft_partition", [ReplicatedModel, OtherDrafts])
+def test_a_rank_that_follows_runs_the_draft_model_too(
+    draft_partition: Callable[[Any], Partition],
+) -> None:
+    """Under rejection rank 0's distributions decide, whatever those of the other rank are."""
     sizes = drafting.Sizes(22, 4, 64, 2)
     config = drafting.config_of(sizes, Speculation(num_tokens=3, acceptance=REJECTION))
 
@@ -146,7 +171,7 @@ def test_a_rank_that_follows_runs_the_draft_model_too() -> None:
 
     def create_model(communicator: ThreadCommunicator) -> HFModel:
         target = parallel.divided_decoder(drafting.create_llama_module("same"), communicator)
-        return pair(target, ReplicatedModel(communicator), ShardedModel(communicator))
+        return pair(target, draft_partition(communicator), ShardedModel(communicator))
 
     served, queue = run_led(create_model, run_engine)
     assert served.tokens == expected.tokens and not served.errors

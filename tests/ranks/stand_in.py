@@ -1,7 +1,7 @@
 """Ranks that compute nothing, and end or hang at a stage that a test chooses.
 
-lead(seat, stage)             rank 0: sends steps while it is in stage "steps", then waits
-follow(seat, report_ready, stage, rank)   another rank: reads steps; `rank` fails in `stage`
+lead(context, stage)             rank 0: sends steps while it is in stage "steps", then waits
+follow(context, ..., stage, n)   another rank: reads steps; rank n fails in `stage`
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 import signal
 from collections.abc import Callable
 
+from forge.ranks.rank_context import FollowerContext, LeaderContext
 from forge.ranks.rank_process import end_with_parent, ignore_end_signals
-from forge.ranks.rank_seat import FollowerSeat, LeaderSeat
 
 STEP, LAST_STEP = b"step", b"last step"
 
@@ -29,15 +29,15 @@ def hang_with_the_interpreter() -> None:
 
 
 def follow(
-    seat: FollowerSeat, report_ready: Callable[[], None], stage: str, failing_rank: int
+    rank_context: FollowerContext, report_ready: Callable[[], None], stage: str, failing_rank: int
 ) -> None:
     """Read steps until the ring ends. Rank `failing_rank` ends in `stage`."""
-    fails = seat.rank == failing_rank
+    fails = rank_context.rank == failing_rank
     if fails and stage == "raises while loading":
-        raise ValueError(f"no weights for rank {seat.rank}")
+        raise ValueError(f"no weights for rank {rank_context.rank}")
     if fails and stage == "killed while loading":
         kill_this_process()
-    reader = seat.open_reader()
+    reader = rank_context.open_reader()
     report_ready()
     while (message := reader.receive()) is not None:
         if message == LAST_STEP:
@@ -53,12 +53,12 @@ def follow(
         hang_with_the_interpreter()
 
 
-def lead(seat: LeaderSeat, stage: str) -> None:
+def lead(rank_context: LeaderContext, stage: str) -> None:
     """Run rank 0 in a process of its own: three steps, and the one in which `stage` ends it."""
     ignore_end_signals()
-    assert seat.lifeline is not None, "this process is not the one that started the ranks"
-    end_with_parent(seat.lifeline)
-    with seat.open_writer() as writer:
+    assert rank_context.lifeline is not None, "this process is not the one that started the ranks"
+    end_with_parent(rank_context.lifeline)
+    with rank_context.open_writer() as writer:
         for step in (STEP, STEP, STEP, LAST_STEP):
             writer.send([step])
         if stage == "rank 0 killed in a step":

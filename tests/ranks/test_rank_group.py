@@ -50,11 +50,11 @@ class Ranks:
 
     def __init__(self, stage: str, failing_rank: int = 2, run_rank: RunRank = follow) -> None:
         self.group = RankGroup(3, run_rank, (stage, failing_rank))
-        seat = self.group.seat_of_process()
+        rank_context = self.group.context_of_process()
         context = multiprocessing.get_context("spawn")
-        self.leader = context.Process(target=lead, args=(seat, stage), daemon=True)
+        self.leader = context.Process(target=lead, args=(rank_context, stage), daemon=True)
         self.leader.start()
-        self.group.watch_process(self.leader, seat)
+        self.group.watch_process(self.leader, rank_context)
 
     @property
     def pids(self) -> list[int]:
@@ -177,7 +177,7 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(stage: str) -> N
 def test_rank_0_in_a_thread_leads_and_its_group_closes() -> None:
     group = RankGroup(2, follow, ("none", 1))
     group.watch_thread(lambda: False)
-    writer = group.leader_seat.open_writer()
+    writer = group.leader_context.open_writer()
     group.wait_until_ready()
     writer.send([STEP])
     writer.close()
@@ -194,7 +194,7 @@ def test_a_process_whose_own_thread_waits_for_a_rank_that_ended_ends_too() -> No
         "if __name__ == '__main__':\n"
         "    group = RankGroup(2, follow, ('killed in a step', 1))\n"
         "    group.watch_thread(lambda: True)\n"
-        "    group.leader_seat.open_writer().send([LAST_STEP])\n"
+        "    group.leader_context.open_writer().send([LAST_STEP])\n"
         "    time.sleep(1000)\n"
     )
     ended = subprocess.run(
@@ -208,7 +208,7 @@ def test_a_process_whose_own_thread_waits_for_a_rank_that_ended_ends_too() -> No
 def test_rank_0_of_this_thread_gets_an_error_when_a_rank_has_ended() -> None:
     group = RankGroup(2, follow, ("killed in a step", 1))
     group.watch_thread(lambda: False)
-    with group.leader_seat.open_writer() as writer:
+    with group.leader_context.open_writer() as writer:
         writer.send([LAST_STEP])
         wait_until(lambda: group.failure is not None)
         with pytest.raises(EngineDead, match="rank 1 has ended"):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.errors import EngineDead
-from forge.ranks.rank_seat import create_memory_file, memory_file_path
+from forge.ranks.rank_context import create_memory_file, memory_file_path
 from forge.ranks.step_ring import (
     LONG_SPIN_S,
     SPIN_S,

@@ -12,7 +12,7 @@ import pytest
 
 from forge.errors import EngineDead, InvalidConfig
 from forge.ranks.rank_group import RankGroup
-from forge.ranks.torchrun import SiblingRanks, TorchrunPlace
+from forge.ranks.torchrun import SiblingRanks, TorchrunRank
 from tests.ranks.stand_in import STEP, follow
 from tests.ranks.test_rank_group import ROOT, TIMEOUT_S, is_alive, wait_until
 
@@ -22,34 +22,34 @@ VARIABLES = {
 }
 
 
-def test_a_place_is_that_of_torchruns_variables() -> None:
-    place = TorchrunPlace.from_environment(VARIABLES)
-    assert place is not None and place[:2] == (1, 3)
+def test_a_rank_is_that_of_torchruns_variables() -> None:
+    torchrun = TorchrunRank.from_environment(VARIABLES)
+    assert torchrun is not None and torchrun[:2] == (1, 3)
     others = [
-        TorchrunPlace.from_environment({**VARIABLES, **change})
+        TorchrunRank.from_environment({**VARIABLES, **change})
         for change in ({"RANK": "0"}, {"MASTER_PORT": "29501"}, {"TORCHELASTIC_RUN_ID": "b"})
     ]
     same, *different = [each.address for each in others if each is not None]
-    assert same == place.address and place.address not in different
+    assert same == torchrun.address and torchrun.address not in different
 
 
 @pytest.mark.parametrize("missing", ["RANK", "TORCHELASTIC_RUN_ID"])
-def test_there_is_no_place_without_torchrun(missing: str) -> None:
+def test_there_is_no_rank_without_torchrun(missing: str) -> None:
     """Other launchers set RANK and WORLD_SIZE too."""
     variables = {name: value for name, value in VARIABLES.items() if name != missing}
-    assert TorchrunPlace.from_environment(variables) is None
+    assert TorchrunRank.from_environment(variables) is None
     one = {**VARIABLES, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    assert TorchrunPlace.from_environment(one) is None
+    assert TorchrunRank.from_environment(one) is None
 
 
 def test_several_hosts_and_another_number_of_ranks_are_refused_by_name() -> None:
     with pytest.raises(InvalidConfig, match=r"3 of 6 ranks on this host.*--nnodes 1"):
-        TorchrunPlace.from_environment({**VARIABLES, "WORLD_SIZE": "6"})
-    place = TorchrunPlace.from_environment(VARIABLES)
-    assert place is not None
-    place.check_world_size(3)
+        TorchrunRank.from_environment({**VARIABLES, "WORLD_SIZE": "6"})
+    torchrun = TorchrunRank.from_environment(VARIABLES)
+    assert torchrun is not None
+    torchrun.check_world_size(3)
     with pytest.raises(InvalidConfig, match=r"3 processes for 1 ranks.*--nproc-per-node 1"):
-        place.check_world_size(1)
+        torchrun.check_world_size(1)
 
 
 class Siblings:
@@ -64,15 +64,15 @@ class Siblings:
             for rank in (2, 1)
         ]
         exit_stack.callback(self.kill)
-        with SiblingRanks(TorchrunPlace(0, 3, address)) as siblings:
+        with SiblingRanks(TorchrunRank(0, 3, address)) as siblings:
             self.group = RankGroup(3, follow, (stage, 2), siblings)
         self.group.watch_thread(lambda: False)
 
     @staticmethod
     def code(rank: int, address: str) -> str:
         return (
-            "from forge.ranks.torchrun import TorchrunPlace, follow_sibling\n"
-            f"follow_sibling(TorchrunPlace({rank}, 3, {address!r}))\n"
+            "from forge.ranks.torchrun import TorchrunRank, follow_sibling\n"
+            f"follow_sibling(TorchrunRank({rank}, 3, {address!r}))\n"
         )
 
     def kill(self) -> None:
@@ -90,7 +90,7 @@ def test_siblings_follow_rank_0_and_end_with_the_ring(exit_stack: ExitStack) -> 
     """They connect in any order."""
     siblings = Siblings("none", exit_stack)
     siblings.group.wait_until_ready()
-    with siblings.group.leader_seat.open_writer() as writer:
+    with siblings.group.leader_context.open_writer() as writer:
         writer.send([STEP])
         siblings.group.expect_end()
     siblings.group.close()
@@ -111,9 +111,9 @@ def test_a_sibling_ends_with_rank_0_while_it_waits_for_a_step(exit_stack: ExitSt
     code = (
         "import sys\n"
         "from forge.ranks.rank_group import RankGroup\n"
-        "from forge.ranks.torchrun import SiblingRanks, TorchrunPlace\n"
+        "from forge.ranks.torchrun import SiblingRanks, TorchrunRank\n"
         "from tests.ranks.stand_in import follow\n"
-        f"with SiblingRanks(TorchrunPlace(0, 2, {address!r})) as siblings:\n"
+        f"with SiblingRanks(TorchrunRank(0, 2, {address!r})) as siblings:\n"
         "    group = RankGroup(2, follow, ('none', 0), siblings)\n"
         "group.watch_thread(lambda: False)\n"
         "group.wait_until_ready()\n"

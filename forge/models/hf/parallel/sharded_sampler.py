@@ -41,7 +41,11 @@ from forge.seam import Bind, Row
 
 
 class AgreedSampler(Sampler):
-    """Sampler of logits that every rank has whole: rank 0's tokens are everyone's."""
+    """Sampler of logits that every rank has whole: rank 0's tokens are everyone's.
+
+    Distributions of drafts stay each rank's own. Rank 0 alone accepts drafts, by its own p and q,
+    and the next plan has the accepted tokens: nothing that another rank computes depends on its q.
+    """
 
     def __init__(
         self, communicator: Communicator, num_slots: int, vocab_size: int, device: torch.device

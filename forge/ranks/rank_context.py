@@ -1,9 +1,9 @@
-"""Seats: what a rank receives at its start. Its number, its end of the ring, and where ranks meet.
+"""Context of a rank: what it receives at its start. Its number, its pipes, and where ranks meet.
 
-Owns no process. Seats are made by the process that starts the ranks, and sent to each once.
+Owns no process. Contexts are made by the process that starts the ranks, and sent to each once.
 
-    LeaderSeat     rank 0        writes the ring
-    FollowerSeat   other ranks   read it, and report when they are ready
+    LeaderContext     rank 0        writes the ring
+    FollowerContext   other ranks   read it, and report when they are ready
 
 The store is the file of a torch FileStore, in memory without a name: it is on no network, no other
 user can open it, and nothing is left of it when the processes have ended.
@@ -19,8 +19,8 @@ from forge.errors import InvalidConfig
 from forge.ranks.step_ring import RingMemory, RingReader, RingWriter, select_spin_s
 
 
-class LeaderSeat(NamedTuple):
-    """Seat of rank 0.
+class LeaderContext(NamedTuple):
+    """Context of rank 0.
 
     store_path   file by which a torch FileStore of all ranks is opened
     lifeline     pipe whose other end only the starting process has; None: this is that process
@@ -43,8 +43,8 @@ class LeaderSeat(NamedTuple):
         return RingWriter(self.memory, self.notices, self.acks)
 
 
-class FollowerSeat(NamedTuple):
-    """Seat of a rank other than 0.
+class FollowerContext(NamedTuple):
+    """Context of a rank other than 0.
 
     store_path   file by which a torch FileStore of all ranks is opened
     reports      pipe to the starting process; see rank_process
@@ -66,7 +66,7 @@ class FollowerSeat(NamedTuple):
         return RingReader(self.memory, self.notices, self.acks, spin_s)
 
 
-Seat = LeaderSeat | FollowerSeat
+RankContext = LeaderContext | FollowerContext
 
 
 def create_memory_file(name: str, num_bytes: int) -> int:
