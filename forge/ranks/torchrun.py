@@ -90,7 +90,7 @@ class SiblingProcess:
     """Process of this user that is not a child, with the methods of multiprocessing's."""
 
     exitcode = None
-    """Unknown: the system tells it to the parent alone."""
+    """Unknown: the system reports it to the parent alone."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -97,10 +97,11 @@ class OneShotAllReduce:
             min(max_bytes, max_packet_bytes // VECTOR_BYTES * VECTOR_BYTES),
             max_bytes,
         )
-        with raise_on_all(gather_over_group(group)):
-            _check_environment()
-            self._modules = {dtype: self._load_module(dtype) for dtype in dtypes}
+        # Objects are gathered on the current device.
         with torch.cuda.device(self._device):
+            with raise_on_all(gather_over_group(group)):
+                _check_environment()
+                self._modules = {dtype: self._load_module(dtype) for dtype in dtypes}
             _check_equal(group, (self.layout, tuple(map(str, dtypes))))
             self._share_memory(group)
 
