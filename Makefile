@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
-.PHONY: test-long test-long-rest test-all stress tier-seeds test-soak test-fuzz test-clients test-torch test-gpu
+.PHONY: test-long test-all stress tier-seeds test-soak test-fuzz test-clients test-torch test-gpu
 .PHONY: test-oldest test-ray resolve model-classes
 
 help: ## list these targets
@@ -52,9 +52,6 @@ test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
 
 test-long: $(VENV)/dev.stamp ## run the tests that take a second or more each
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(call marked,long) $(ARGS)
-
-test-long-rest: $(VENV)/dev.stamp ## run those of them that `make coverage` does not run
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(filter-out $(CORE_TESTS),$(call marked,long)) $(ARGS)
 
 test-all: test test-long ## run both
 
@@ -71,8 +68,8 @@ lint: $(VENV)/dev.stamp ## check format and lint rules, change nothing
 types: $(VENV)/dev.stamp ## check types, strictly
 	$(BIN)/mypy forge
 
-coverage: $(VENV)/dev.stamp ## run the core's tests; fail unless every line and branch of it ran
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not soak" --cov --cov-report=term-missing $(CORE_TESTS) $(ARGS)
+coverage: $(VENV)/dev.stamp ## run the core's quick tests; fail unless every line and branch of it ran
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not long and not soak" --cov --cov-report=term-missing $(CORE_TESTS) $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## break the core on purpose; fail unless a test sees each break
 	$(BIN)/python tests/tools/mutants.py $(ARGS)

@@ -276,6 +276,21 @@ def test_removals_of_a_step_that_fails_are_delivered_with_it() -> None:
     assert sink == [[BlockRemoved((hashes[1], hashes[0]), DEVICE)]]
 
 
+def test_a_host_block_is_stored_with_its_commit_and_removed_when_another_takes_its_place() -> None:
+    log = KVEventLog(4)
+    pool = BlockPool(4, 4, log)
+    host_cache = HostCache(HostTier(num_blocks=1), pool, log)
+    for block_hash in (b"a", b"b"):
+        host_block = host_cache.reserve(block_hash)
+        assert host_block == 0
+        host_cache.end_reservation(host_block, block_hash, is_good=True)
+    assert log.take() == [
+        BlockStored((b"a",), None, (), 4, HOST),
+        BlockRemoved((b"a",), HOST),
+        BlockStored((b"b",), None, (), 4, HOST),
+    ]
+
+
 def test_keys_of_files_are_stored_on_disk() -> None:
     sink: list[list[KVEvent]] = []
     world = next(

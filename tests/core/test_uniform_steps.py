@@ -68,6 +68,17 @@ def test_a_token_that_ends_a_sequence_leaves_no_step() -> None:
     assert (s.num_uniform_steps(TOKEN), s.num_uniform_steps(EOS)) == (8, 0)
 
 
+def test_there_are_none_until_a_committed_plan_has_the_end_of_a_sequence() -> None:
+    s = scheduler(depth=2)
+    in_flight = start(s, 20, 2)
+    steps = []
+    for _ in range(3):
+        in_flight.append(next_plan(s))
+        commit(s, in_flight)
+        steps.append(s.num_uniform_steps(TOKEN))
+    assert steps == [0, 0, 15]
+
+
 def test_uniform_steps_end_when_the_pool_has_no_block_left() -> None:
     s = scheduler(blocks=7, block_size=2)
     start(s, 8, 8)
