@@ -19,17 +19,27 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-# The quick ones of those that are there for the core: they reach all of it. `make test` runs these
-# and many more, which look for what goes wrong there and reach nothing else.
+# Their quick tests reach every line and branch of the core. `make test` runs these and many more,
+# which look for what goes wrong there and reach nothing else.
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
   $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache kv_event_wire kv_events policy \
-    proposers scheduler seam session_timers sessions sessions_hostile speculation speculation_edges step_bound \
-    structured_output uniform_steps) \
-  engine/test_engine engine/test_llm engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry \
+    proposers scheduler session_timers sessions sessions_hostile speculation_edges step_bound structured_output \
+    uniform_steps) \
+  engine/test_engine engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry \
   $(addprefix routing/test_, prefix_index replica_table router) $(addprefix ray/test_, routing_key routing_state scaling)))
+
+# What another version of torch, transformers or tokenizers can break: configurations, modelling classes,
+# caches, weights, tokenizers, templates, the compiler, process groups, and a server on top. The other tests of
+# models compare forge's own code with itself or with plain tensors: `make test-torch` runs them on the newest.
+VERSION_TESTS := $(addprefix tests/hf/test_, $(addsuffix .py, \
+  chat checkpoint compiled_decoder flashinfer_api gloo_ranks http kv_cache_pool model_classes model_loader \
+  module_decoder progress sampler sharded_weights tokenizer transformers_cache))
 
 # The files that have tests of a marker, unless ARGS names some: each worker collects no others.
 marked = $(if $(findstring tests/,$(ARGS)),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
+
+# Workers and the processes that they start share the processors: threads of one would only wait for others.
+test-torch test-oldest test-oldest-apis: export OMP_NUM_THREADS := 1
 
 # Tests start many processes. Each would compile all that it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,7 +49,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
 .PHONY: test-long test-all stress tier-seeds test-soak test-fuzz test-clients test-torch test-gpu
-.PHONY: test-oldest test-ray resolve model-classes
+.PHONY: test-oldest test-oldest-apis test-ray resolve model-classes
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -121,6 +131,9 @@ test-gpu: $(VENV)/gpu.stamp ## run the tests that need an NVIDIA GPU; installs t
 
 test-oldest: $(VENV)/oldest.stamp ## run the same with the oldest torch and transformers; installs CUDA's torch
 	$(VENV)/oldest/bin/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)
+
+test-oldest-apis: $(VENV)/oldest.stamp ## run the quick ones of those that another version can break
+	$(VENV)/oldest/bin/python -m pytest -n auto --dist worksteal -m "torch and not long and not soak and not gpu" $(VERSION_TESTS) $(ARGS)
 
 resolve: $(VENV)/dev.stamp ## ask pip what each extra resolves to, and compare it with the tested ranges
 	$(BIN)/python tests/tools/resolve_extras.py $(ARGS)
