@@ -105,8 +105,8 @@ QUICK = (("exempt", 1), ("exempt", 2))
 
 
 def marks(name: str, depth: int) -> pytest.MarkDecorator:
-    """Return the mark of a world that takes seconds, or more than ten."""
-    return pytest.mark.soak if NUM_STATES[name, depth] > 10_000 else pytest.mark.long
+    """Return the mark of a world that takes seconds, or more than five."""
+    return pytest.mark.soak if NUM_STATES[name, depth] > 5_000 else pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,27 @@ def test_every_state_of_a_world_is_right_and_every_request_ends(name: str, depth
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["pair", "lengths", "priorities"])
+@pytest.mark.parametrize(
+    ("name", "depth", "max_states"),
+    [("resize", 2, 2000), ("host-filter", 1, 2000), ("host-busy", 1, 3500)],
+)
+def test_the_first_states_of_a_large_world_are_right(
+    name: str, depth: int, max_states: int
+) -> None:
+    """Among them are those after each event that the world is about."""
+    report = explore(name, depth, max_states=max_states)
+    assert report.counterexample is None and report.num_drained
+    assert [event for event in REACHES[name] if not report.reached[event]] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("pair", marks=pytest.mark.long),
+        pytest.param("lengths", marks=pytest.mark.long),
+        pytest.param("priorities", marks=pytest.mark.soak),
+    ],
+)
 def test_the_largest_victim_starves_no_request(name: str) -> None:
     report = explore(name, 2, POLICIES["largest-victim"])
     assert report.counterexample is None and report.is_complete and report.reached["preempted"]
