@@ -111,7 +111,12 @@ def run_random(seed: int, store: FaultyStore, executor: ThreadPoolExecutor) -> l
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(10 * i, marks=pytest.mark.long) for i in range(1, 6))]
+    "first",
+    [
+        0,
+        pytest.param(10, marks=pytest.mark.long),
+        *(pytest.param(10 * i, marks=pytest.mark.soak) for i in range(2, 6)),
+    ],
 )
 def test_no_token_depends_on_tiers_whatever_happens(
     first: int, executor: ThreadPoolExecutor

@@ -52,8 +52,7 @@ BATCHING_VARIANTS = {
     "preempted, planned ahead, small chunks": BatchingVariant(2, 18, 5, 9, preempts=True),
 }
 QUICK_VARIANTS = ("together", "preempted, planned ahead, small chunks")
-"""The others have a part of what these two have together, so two families are enough for them."""
-FAMILIES_OF_PARTS = ("llama", "gemma2")
+"""The others have a part of what these two have together."""
 SINGLE_PRECISION = ("qwen3", "gpt2", "gemma2")
 """Normalised heads, biased layer norms, and windows with caps; float64 compares every family."""
 
@@ -152,17 +151,19 @@ def reference(family: str) -> list[list[int]]:
     return [generate_greedy(module, prompt, NEW) for prompt in PROMPTS]
 
 
+def variant_marks(family: str, name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of one way to batch one family."""
+    if name in QUICK_VARIANTS:
+        return []
+    return [pytest.mark.long if family in ("llama", "gemma2") else pytest.mark.soak]
+
+
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        pytest.param(
-            family,
-            way,
-            marks=[pytest.mark.long] * (name not in QUICK_VARIANTS),
-            id=f"{family}-{name}",
-        )
+        pytest.param(family, way, marks=variant_marks(family, name), id=f"{family}-{name}")
         for name, way in BATCHING_VARIANTS.items()
-        for family in (FAMILIES if name in QUICK_VARIANTS else FAMILIES_OF_PARTS)
+        for family in FAMILIES
     ],
 )
 def test_greedy_tokens_are_those_of_generate_however_they_are_batched(
@@ -189,7 +190,13 @@ def test_a_prefix_hit_changes_no_token(family: str, depth: int) -> None:
     assert outcome.tokens(1) == reference(family)[4]
 
 
-@pytest.mark.parametrize("family", SINGLE_PRECISION)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.soak] * (family not in SINGLE_PRECISION))
+        for family in FAMILIES
+    ],
+)
 def test_single_precision_differs_only_where_two_tokens_are_level(family: str) -> None:
     module = create_module(family, torch.float32)
     outcome = run(

@@ -196,12 +196,23 @@ QUICK_CASES = {
     ("gemma2", 2, "together"),
 }
 """Cases that come to everything that the others do."""
+LONG_CASES = {
+    ("llama", 4, "together"),
+    ("gemma2", 2, "small chunks, preempted, planned ahead"),
+}
+
+
+def case_marks(case: tuple[str, int, str]) -> list[pytest.MarkDecorator]:
+    """Return the marks of a family, a number of ranks and a way to batch."""
+    if case in QUICK_CASES:
+        return []
+    return [pytest.mark.long if case in LONG_CASES else pytest.mark.soak]
 
 
 @pytest.mark.parametrize(
     ("family", "ranks", "name"),
     [
-        pytest.param(*case, marks=[pytest.mark.long] * (case not in QUICK_CASES))
+        pytest.param(*case, marks=case_marks(case))
         for case in product(("llama", "qwen3", "gemma2"), (2, 4), VARIANTS)
     ],
 )

@@ -327,7 +327,7 @@ def logit_error(module: Any, prompts: list[list[int]]) -> float:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(24, marks=pytest.mark.long),
+        pytest.param(10, marks=pytest.mark.long),
         pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
     ],
 )
