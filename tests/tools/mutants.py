@@ -4,14 +4,17 @@
     python mutants.py                       all of the core's
     python mutants.py leak tie              those whose name has one of these words
     python mutants.py mutants_hf.toml       those of another file; these need torch
+    python mutants.py --tests-passed        without the tests on the unchanged copy
 
 A mutant is a piece of source, its replacement, and the test that must fail: see mutants.toml. The
-tests must pass on the unchanged copy, so a failure is the bug's. Exit status 1 when a mutant
+tests must pass on the unchanged copy, so a failure is the bug's. After `make test test-long` has
+passed on the same sources, `--tests-passed` does not repeat them. Exit status 1 when a mutant
 survives, 2 when no mutant's name has a word that was given.
 """
 
 from __future__ import annotations
 
+import compileall
 import gc
 import os
 import random
@@ -46,6 +49,7 @@ LIBRARIES = (
     "httpx",
 )
 """What most tests import and no mutant changes: imported once, before the forks."""
+TESTS_PASSED = "--tests-passed"
 IN_ONE_PROCESS = ("-p", "no:xdist", "-p", "no:pytest_cov", "-p", "no:anyio")
 """Plugins that one test does not need, and that take a tenth of its time to start."""
 
@@ -62,6 +66,26 @@ class Mutant(NamedTuple):
     new: str
     test: str
     hangs: bool = False
+
+
+class Arguments(NamedTuple):
+    """What the command line chooses.
+
+    files          of mutants, in this folder
+    words          parts of names; all mutants where there is none
+    tests_passed   the tests have passed on these sources
+    """
+
+    files: list[str]
+    words: list[str]
+    tests_passed: bool
+
+
+def parse_arguments(words: list[str]) -> Arguments:
+    """Return the arguments of the command, of which any order is allowed."""
+    files = [word for word in words if word.endswith(".toml")] or ["mutants.toml"]
+    names = [word for word in words if not word.endswith(".toml") and word != TESTS_PASSED]
+    return Arguments(files, names, TESTS_PASSED in words)
 
 
 def read_mutants(path: str) -> list[Mutant]:
@@ -133,7 +157,7 @@ def fork_tests(tree: Path, *words: str) -> int:
 def link_tree(unchanged: Path, folder: Path) -> Path:
     """Return a new tree in `folder` with the files of `unchanged`, which stay one on the disk.
 
-    `unchanged` has been run: it is compiled.
+    `unchanged` is compiled.
     """
     tree = Path(tempfile.mkdtemp(dir=folder)) / "tree"
     ignored = shutil.ignore_patterns(".hypothesis")
@@ -217,13 +241,19 @@ def run_mutants(
         time.sleep(0.01)
 
 
+def run_unchanged(unchanged: Path, chosen: list[Mutant]) -> bool:
+    """Run the tests of the mutants on a copy, which compiles it; return whether they pass."""
+    tests = sorted({mutant.test for mutant in chosen})
+    first = fork_tests(unchanged, "-n", "auto", "--dist", "worksteal", *tests)
+    return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 0
+
+
 def main(words: list[str]) -> int:
     """Run the chosen mutants and report each; 1 unless all are killed."""
-    files = [word for word in words if word.endswith(".toml")] or ["mutants.toml"]
-    words = [word for word in words if not word.endswith(".toml")]
-    mutants = [mutant for path in files for mutant in read_mutants(path)]
+    arguments = parse_arguments(words)
+    mutants = [mutant for path in arguments.files for mutant in read_mutants(path)]
     try:
-        chosen = choose_mutants(mutants, words)
+        chosen = choose_mutants(mutants, arguments.words)
     except ValueError as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
@@ -238,9 +268,9 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         unchanged = Path(folder) / "unchanged"
         copy_tree(unchanged)
-        tests = sorted({mutant.test for mutant in chosen})
-        first = fork_tests(unchanged, "-n", "auto", "--dist", "worksteal", *tests)
-        if os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) != 0:
+        if arguments.tests_passed:
+            compileall.compile_dir(unchanged, quiet=1, workers=0)
+        elif not run_unchanged(unchanged, chosen):
             print("a test that should see a mutant fails, or is not there, on the unchanged source")
             return 1
         for mutant, outcome in run_mutants(chosen, unchanged, Path(folder)):

@@ -14,6 +14,7 @@ from tests.tools.mutants import (
     link_tree,
     main,
     order_mutants,
+    parse_arguments,
     plant_mutant,
     read_mutants,
     remove_mutant,
@@ -52,6 +53,21 @@ def test_a_word_of_no_name_runs_no_test(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["salt not hased"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "Close to it: salt not hashed" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ([], (["mutants.toml"], [], False)),
+        (["leak", "tie"], (["mutants.toml"], ["leak", "tie"], False)),
+        (["mutants_hf.toml", "leak"], (["mutants_hf.toml"], ["leak"], False)),
+        (["leak", "--tests-passed"], (["mutants.toml"], ["leak"], True)),
+    ],
+)
+def test_arguments_are_files_words_of_names_and_whether_the_tests_have_passed(
+    words: list[str], arguments: tuple[list[str], list[str], bool]
+) -> None:
+    assert parse_arguments(words) == arguments
 
 
 def test_mutants_that_hang_start_first_and_none_is_left_out() -> None:
