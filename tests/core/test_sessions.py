@@ -379,6 +379,14 @@ def test_the_scheduler_lists_what_later_requests_can_continue_and_what_others_ha
     assert not s.blocks_used_by_others
 
 
+def test_the_audit_finds_a_block_of_no_chain_among_those_that_others_have_used() -> None:
+    s = scheduler()
+    finish(s, turn(0, range(8)))
+    s._session_table.used_by_others.add(b"of no chain")
+    with pytest.raises(AssertionError):
+        audit(s)
+
+
 def test_a_request_with_the_same_beginning_alone_is_not_recognised() -> None:
     s = scheduler()
     finish(s, request(5, range(12), max_tokens=2))
