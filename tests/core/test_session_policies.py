@@ -315,7 +315,7 @@ def random_turns(seed: int) -> list[tuple[Request, list[int]]]:
 
 
 @pytest.mark.parametrize("name", policy_names())
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_every_policy_serves_sessions_token_for_token(name: str, seed: int) -> None:
     """Random turns of random tenants, depth 1 and 2, in a cache that is far too small."""
     depth = 1 + seed % 2

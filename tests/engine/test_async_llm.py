@@ -46,7 +46,10 @@ async def wait_until_async(condition: Callable[[], bool]) -> None:
 LLMFactory = Callable[..., AbstractContextManager[AsyncLLM]]
 
 
-@pytest.fixture(params=[AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
+@pytest.fixture(
+    params=[AsyncLLM, pytest.param(AsyncLLM.spawn, marks=pytest.mark.long)],
+    ids=["thread", "process"],
+)
 def open_llm(request: pytest.FixtureRequest) -> LLMFactory:
     """Return a factory of AsyncLLMs, once with engines in a thread and once in a process."""
 

@@ -37,7 +37,7 @@ each_variant = pytest.mark.parametrize(
     "variant",
     [
         # Each variant is compiled, which takes seconds.
-        pytest.param(each, id=str(each), marks=[pytest.mark.long] * (each.world_size > 3))
+        pytest.param(each, id=str(each), marks=[pytest.mark.long] * (each.world_size > 2))
         for each in VARIANTS
     ],
 )

@@ -37,7 +37,11 @@ from tests.texts import ANY_CHARACTER
 SMALL = {"num_blocks": 64, "block_size": 4, "max_model_len": 256}
 GREEDY = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
-HOSTS = pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
+HOSTS = pytest.mark.parametrize(
+    "kind",
+    [AsyncLLM, pytest.param(AsyncLLM.spawn, marks=pytest.mark.long)],
+    ids=["thread", "process"],
+)
 LLMFactory = Callable[..., AsyncLLM]
 
 

@@ -25,7 +25,11 @@ from tests.server.test_server import parse_chunks, without_cached
 
 GREEDY = {"model": "m", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-KINDS = pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [AsyncLLM, pytest.param(AsyncLLM.spawn, marks=pytest.mark.long)],
+    ids=["thread", "process"],
+)
 
 
 def complete(served: MeteredApp, prompt: str | list[str], **fields: Any) -> dict[str, Any]:
