@@ -913,7 +913,7 @@ def test_no_order_of_events_breaks_an_invariant_of_the_scheduler() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_no_order_of_events_breaks_an_invariant_with_a_host_pool() -> None:
-    reached = run_machine(HostMachine, 100, 50)
+    reached = run_machine(HostMachine, 30, 50)
     assert not [event for event in HOST_EVENTS if not reached[event]]
 
 

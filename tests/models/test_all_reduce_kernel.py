@@ -214,10 +214,10 @@ def test_thousands_of_calls_of_changing_sizes_have_exact_sums(
     rng = Random(str(variant))
     ranks = open_ranks(variant, 5)
     early_calls = late_stores = 0
-    for batch in range(30):
+    for batch in range(20):
         calls = [draw_call(rng, variant.dtype, 2048) for _ in range(100)]
         reached = run_calls(ranks, variant, calls, rng, (2, 10, 50, 400)[batch % 4])
         early_calls += reached.early_calls
         late_stores += reached.late_stores
-    assert early_calls > 1000
-    assert late_stores > 1000
+    assert early_calls > 600
+    assert late_stores > 600

@@ -137,7 +137,7 @@ def test_the_first_states_of_a_large_world_are_right(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("pair", marks=pytest.mark.long),
+        pytest.param("pair", marks=pytest.mark.soak),
         pytest.param("lengths", marks=pytest.mark.long),
         pytest.param("priorities", marks=pytest.mark.soak),
     ],
