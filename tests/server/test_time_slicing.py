@@ -99,7 +99,7 @@ def measure_callbacks(path: str, body: dict[str, Any]) -> tuple[httpx.Response, 
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": "a", "logprobs": 20, **MANY}),
-        ("/v1/chat/completions", {**CHAT, **MANY}),
+        pytest.param("/v1/chat/completions", {**CHAT, **MANY}, marks=pytest.mark.long),
         ("/v1/completions", {"prompt": "a", "logprobs": 20, "stream": True, **MANY}),
         ("/v1/completions", {"prompt": "a" * 512, "n": 1, **ECHO}),
     ],
