@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from forge.bench.rank_processes import run_parts
 
 
@@ -40,12 +42,14 @@ def test_every_part_has_the_results_of_all_ranks_in_their_order() -> None:
     assert results == {each: [(each, 0, 0), (each, 1, 0)] for each in ("a", "b")}
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_costs_its_part_and_the_next_parts_run_on_new_ranks() -> None:
     results, failures = run(run_named_parts, ["a", "hang", "b"], 2)
     assert failures == ["hang: rank 1 did not end it within 2 s"]
     assert results == {"a": [("a", 0, 0), ("a", 1, 0)], "b": [("b", 0, 1), ("b", 1, 1)]}
 
 
+@pytest.mark.long
 def test_an_exception_and_the_end_of_a_process_are_failures_of_their_parts() -> None:
     results, failures = run(run_named_parts, ["raise", "exit", "a"], 50)
     assert list(results) == ["a"]

@@ -899,7 +899,7 @@ def test_few_orders_of_events_break_no_invariant_with_a_host_pool() -> None:
 
 @pytest.mark.timeout(400)
 def test_few_orders_of_operations_break_no_invariant_of_the_pool() -> None:
-    reached = run_machine(PoolMachine, 60, 50)
+    reached = run_machine(PoolMachine, 30, 50)
     assert reached["published"] and reached["evicted"]
 
 
