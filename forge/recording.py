@@ -42,7 +42,6 @@ from forge.request import (
     Request,
     SamplingParams,
     Structure,
-    StructureKind,
 )
 from forge.seam import RowOutput, StepOutput, StepPlan, Verified
 from forge.sessions import SessionKey
@@ -282,7 +281,7 @@ def encode_request(request: Request) -> Entry:
         if value != each.default:
             params[each.name] = value
     if request.params.structure is not None:
-        params["structure"] = [request.params.structure.kind.value, request.params.structure.text]
+        params["structure"] = request.params.structure.encode()
     entry: Entry = {"id": request.id, "prompt": list(request.prompt), "params": params}
     for name in ("priority", "cache_salt", "arrival_s", "tenant", "session_id", "session_end"):
         if getattr(request, name):
@@ -297,8 +296,7 @@ def parse_request(entry: Entry) -> Request:
     values = dict(entry)
     params = dict(values.pop("params"))
     if "structure" in params:
-        kind, text = params["structure"]
-        params["structure"] = Structure(StructureKind(kind), text)
+        params["structure"] = Structure.decode(params["structure"])
     for name in ("logit_bias", "allowed_token_ids", "stop", "stop_token_ids"):
         if name in params:
             params[name] = tuple(

@@ -28,6 +28,8 @@ MAX_PAUSE_S = 86_400.0
 MAX_STRUCTURE_CHARS = 65_536
 MAX_PATTERN_CHARS = 8_192
 """Longest regex, and longest grammar of a client: compiling some takes the square of it."""
+MAX_MARKER_CHARS = 64
+"""Longest marker of reasoning: masks are kept for each of its beginnings."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by less overflows."""
 
@@ -140,15 +142,28 @@ class StructureKind(Enum):
         return f"StructureKind.{self.name}"
 
 
+class Reasoning(NamedTuple):
+    """Text that a model writes before its answer, between two markers.
+
+    begin   marker that an output may begin with; "" where the output begins after it
+    end     marker after which the answer begins
+    """
+
+    begin: str
+    end: str
+
+
 class Structure(NamedTuple):
     """Shape that an output must have. forge.structured_output knows which tokens keep to it.
 
-    text   a JSON schema as JSON, a regular expression without look-around, or a grammar in
-           llguidance's dialect of Lark
+    text        a JSON schema as JSON, a regular expression without look-around, or a grammar in
+                llguidance's dialect of Lark
+    reasoning   what may come before it, without any shape; None: nothing
     """
 
     kind: StructureKind
     text: str
+    reasoning: Reasoning | None = None
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, object] | bool) -> Self:
@@ -171,6 +186,17 @@ class Structure(NamedTuple):
         """Return the structure of text that the grammar's rule `start` derives."""
         return cls(StructureKind.GRAMMAR, text)
 
+    def encode(self) -> list[Any]:
+        """Return the structure as a JSON value."""
+        markers = [] if self.reasoning is None else [list(self.reasoning)]
+        return [self.kind.value, self.text, *markers]
+
+    @classmethod
+    def decode(cls, values: list[Any]) -> Self:
+        """Return the structure of the JSON value that `encode` made of it."""
+        kind, text, *markers = values
+        return cls(StructureKind(kind), text, Reasoning(*markers[0]) if markers else None)
+
 
 def num_properties(schema: object) -> int:
     """Return how many properties all objects of the schema have. Not recursive: it may be deep."""
@@ -186,14 +212,28 @@ def num_properties(schema: object) -> int:
     return count
 
 
+def _check_reasoning(reasoning: object) -> None:
+    if not isinstance(reasoning, Reasoning) or not all(isinstance(each, str) for each in reasoning):
+        raise _invalid_value("structure", reasoning, "a forge.Reasoning", "Give two markers")
+    if not reasoning.end or max(map(len, reasoning)) > MAX_MARKER_CHARS:
+        raise _invalid_value(
+            "structure",
+            reasoning.end,
+            f"a marker of 1 to {MAX_MARKER_CHARS} characters",
+            "Give the text that ends the reasoning",
+        )
+
+
 def _check_structure(structure: object) -> None:
     if not isinstance(structure, Structure):
         raise _invalid_value(
             "structure", structure, "a forge.Structure", "Give forge.Structure.regex(...)"
         )
-    kind, text = structure
+    kind, text, reasoning = structure
     if not isinstance(kind, StructureKind) or not isinstance(text, str):
         raise _invalid_value("structure", text, "the text of a structure", "Give a string")
+    if reasoning is not None:
+        _check_reasoning(reasoning)
     max_chars = MAX_PATTERN_CHARS if kind is StructureKind.REGEX else MAX_STRUCTURE_CHARS
     if len(text) > max_chars:
         raise InvalidRequest(

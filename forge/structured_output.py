@@ -436,7 +436,7 @@ def compile_grammar(
 
 
 def _build_grammar(structure: Structure) -> str:
-    kind, text = structure
+    kind, text, _ = structure
     match kind:
         case StructureKind.REGEX:
             return _wrap_lark(f"start: /{llguidance.regex_to_lark(text, '')}/")

@@ -128,6 +128,8 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
             on_ready=print_banner,
             allowed_hosts=settings.values["allowed_hosts"],
             metrics_compat=settings.values["metrics_compat"],
+            reasoning_parser=settings.values["reasoning_parser"],
+            tool_call_parser=settings.values["tool_call_parser"],
             limits=limits,
         )
     return 0

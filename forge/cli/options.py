@@ -122,6 +122,20 @@ SERVER_OPTIONS = (
         "NAMES",
     )._replace(default_text="this machine's on 127.0.0.1, else any"),
     define_option("metrics_compat", str, None, "vllm: /metrics has the names of vLLM too", "NAME"),
+    define_option(
+        "reasoning_parser",
+        str,
+        None,
+        "how the model writes its reasoning: qwen3, deepseek_r1, openai_gptoss, ... or none",
+        "NAME",
+    )._replace(default_text="the chat template's"),
+    define_option(
+        "tool_call_parser",
+        str,
+        None,
+        "how the model writes tool calls: hermes, qwen3_coder, mistral, ... or none",
+        "NAME",
+    )._replace(default_text="the chat template's"),
 )
 
 LIMIT_OPTIONS = tuple(

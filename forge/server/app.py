@@ -38,6 +38,7 @@ from forge.server import chat, generation
 from forge.server.admission import AdmissionQueue
 from forge.server.body import read_json_body
 from forge.server.chat import ChatCompletionResponse, ChatRequest
+from forge.server.chat_formats import ChatFormats, find_chat_formats
 from forge.server.completions import CompletionRequest, CompletionResponse, GenerateRequest
 from forge.server.errors import (
     EXCEPTION_HANDLERS,
@@ -74,6 +75,8 @@ def create_app(
     hosts: Collection[str] | None = None,
     limits: Limits = DEFAULT_LIMITS,
     metrics_compat: str | None = None,
+    reasoning_parser: str | None = None,
+    tool_call_parser: str | None = None,
 ) -> Starlette:
     """Build the server's application on this engine, which it closes at its shutdown.
 
@@ -82,10 +85,15 @@ def create_app(
     hosts               where set, the host names that requests may use for the server
     limits              bounds on requests; the HTTP server applies those on connections
     metrics_compat      vllm: /metrics has vLLM's names too
+    reasoning_parser    name of the format of reasoning; default: the chat template's
+    tool_call_parser    name of the format of tool calls; default: the chat template's
+
+    Raises InvalidConfig for an unknown name of a format.
     """
     model_name = served_model_name or llm.model
     queue = AdmissionQueue(llm, limits)
-    endpoints = InferenceEndpoints(queue, model_name)
+    formats = find_chat_formats(llm.tokenizer, reasoning_parser, tool_call_parser)
+    endpoints = InferenceEndpoints(queue, model_name, formats)
     metrics = MetricsEndpoint(llm, model=model_name, compat=metrics_compat)
 
     @asynccontextmanager
@@ -129,8 +137,9 @@ def create_app(
 class InferenceEndpoints:
     """Handlers of the routes that generate or describe the model."""
 
-    def __init__(self, queue: AdmissionQueue, model_name: str) -> None:
+    def __init__(self, queue: AdmissionQueue, model_name: str, formats: ChatFormats) -> None:
         self._queue = queue
+        self._formats = formats
         self._llm = queue.llm
         self._model_name = model_name
         self._created_s = int(time.time())
@@ -181,14 +190,16 @@ class InferenceEndpoints:
             return request_body
 
         async def respond(request_body: ChatRequest, head: RequestHead) -> Response:
-            engine_request = await chat.build_request(self._queue, request_body, head)
+            engine_request = await chat.build_request(
+                self._queue, request_body, head, self._formats
+            )
             response_head = {
                 "id": f"chatcmpl-{head.request_id}",
                 "created": int(time.time()),
                 "model": self._model_name,
             }
             completion = ChatCompletionResponse(
-                request_body, engine_request, self._llm.tokenizer, response_head
+                request_body, engine_request, self._llm.tokenizer, self._formats, response_head
             )
             return await self._create_response(
                 completion, head.request_id, bool(request_body.stream)

@@ -36,6 +36,7 @@ from forge.request import (
 from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_choice import ChatChoice
+from forge.server.chat_formats import ChatFormats
 from forge.server.completions import MIN_LOGPROB, StreamingRequest, usage
 from forge.server.errors import excerpt
 from forge.server.messages import parse_messages
@@ -213,14 +214,14 @@ class ChatRequest(StreamingRequest):
 
 
 async def build_request(
-    queue: AdmissionQueue, request_body: ChatRequest, head: RequestHead
+    queue: AdmissionQueue, request_body: ChatRequest, head: RequestHead, formats: ChatFormats
 ) -> Request:
     """Return a request that the engine can serve. Raises InvalidRequest or APIError."""
     queue.check_capacity(1)  # before the costly part
     with _relabel_max_tokens_error(request_body):
         # A template is a program, and texts may be long: a thread keeps the event loop free.
         params, prompt_ids = await asyncio.to_thread(
-            _read_params_and_prompt, request_body, queue.llm.tokenizer
+            _read_params_and_prompt, request_body, queue.llm.tokenizer, formats
         )
         prompt, tools = NamedPrompt("messages", prompt_ids), request_body.callable_tools
         try:
@@ -238,14 +239,19 @@ async def build_request(
 
 
 def _read_params_and_prompt(
-    request_body: ChatRequest, tokenizer: Tokenizer
+    request_body: ChatRequest, tokenizer: Tokenizer, formats: ChatFormats
 ) -> tuple[SamplingParams, list[int]]:
     """Return the sampling parameters and the prompt. Raises InvalidRequest. May be slow."""
     params, tools = request_body.sampling_params(), request_body.callable_tools
+    structure = params.structure
     if tools is not None:
+        structure = tools.structure(formats.call_format, tokenizer)
+    prompt = request_body.render_prompt(tokenizer)
+    if structure is not None:
+        structure = structure._replace(reasoning=formats.find_reasoning(prompt, tokenizer))
         with _relabel_structure_error("tools"):
-            params = replace(params, structure=tools.structure(tokenizer))
-    return params, request_body.render_prompt(tokenizer)
+            params = replace(params, structure=structure)
+    return params, prompt
 
 
 async def _check_tools(queue: AdmissionQueue, tools: ToolSet) -> None:
@@ -288,11 +294,13 @@ class ChatCompletionResponse:
         request_body: ChatRequest,
         request: Request,
         tokenizer: Tokenizer,
+        formats: ChatFormats,
         head: Mapping[str, object],
     ) -> None:
         self.requests = (request,)
         self._request_body = request_body
         self._tokenizer = tokenizer
+        self._formats = formats
         self._head = {**head, "object": "chat.completion"}
         # JSON that all chunks begin with: built once, because there is a chunk per token.
         chunk_head = {**head, "object": "chat.completion.chunk"}
@@ -303,7 +311,8 @@ class ChatCompletionResponse:
         self._cached_tokens = NOTHING_CACHED
         self._unstarted_choices = set(range(request.params.n))  # their role is not sent yet
         self._choices = [
-            ChatChoice(request_body.callable_tools, tokenizer) for _ in self._unstarted_choices
+            ChatChoice(request_body.callable_tools, formats, request, tokenizer)
+            for _ in self._unstarted_choices
         ]
 
     def body(self, outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
@@ -314,7 +323,7 @@ class ChatCompletionResponse:
         choices = []
         for choice in output.choices:
             chat_choice = self._choices[choice.index]
-            message, content = chat_choice.message(choice.text), EncodedList()
+            message, content = chat_choice.message(choice.text, choice.token_ids), EncodedList()
             for start in range(0, len(choice.logprobs), TOKENS_PER_SLICE):
                 batch = choice.logprobs[start : start + TOKENS_PER_SLICE]
                 content.extend(self._logprob_entries(batch))
@@ -360,7 +369,11 @@ class ChatCompletionResponse:
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens of the rendered chat and of all choices so far."""
-        return usage(len(self.requests[0].prompt), self._completion_tokens, self._cached_tokens)
+        counts = usage(len(self.requests[0].prompt), self._completion_tokens, self._cached_tokens)
+        if self._formats.reasoning is not None:
+            num_reasoning = sum(each.num_reasoning_tokens for each in self._choices)
+            counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return counts
 
     def _chunk(self, index: int, delta: str, logprobs: str, finish: str) -> str:
         usage = self._null_usage

@@ -2,48 +2,65 @@
 
 Owns the text, the calls and the finish reason of a choice. Knows no logprobs and no chunk.
 
-    text of the engine ──ToolCallParser──► TextPiece        content
-                                           CallStart        tool_calls[i]: id, type, name
-                                           ArgumentsPiece   tool_calls[i]: more of the arguments
+    text of the engine ──OutputParser──► ReasoningPiece   reasoning_content and reasoning
+                                         TextPiece        content
+                                         CallStart        tool_calls[i]: id, type, name
+                                         ArgumentsPiece   tool_calls[i]: more of the arguments
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from forge.outputs import TextDelta
-from forge.server.tool_formats import (
-    HERMES,
+from forge.request import Request
+from forge.server.chat_formats import ChatFormats
+from forge.server.output_events import (
     ArgumentsPiece,
     CallStart,
     OutputEvent,
+    ReasoningPiece,
     TextPiece,
-    ToolCallParser,
 )
-from forge.server.tools import ToolSet, find_call_format
+from forge.server.tool_formats import HERMES
+from forge.server.tools import ToolSet
 from forge.tokenizer import Tokenizer
+
+REASONING_KEYS = ("reasoning_content", "reasoning")
+"""Keys of a message's reasoning: that of most clients, and vLLM's newer one."""
 
 
 class ChatChoice:
     """Content, calls and finish reason of one choice, whole or in deltas."""
 
-    def __init__(self, tools: ToolSet | None, tokenizer: Tokenizer) -> None:
-        self._format = HERMES if tools is None else find_call_format(tokenizer)
-        names = [] if tools is None else [tool.name for tool in tools.callable_tools]
-        self._parser = ToolCallParser(self._format, names)
+    def __init__(
+        self, tools: ToolSet | None, formats: ChatFormats, request: Request, tokenizer: Tokenizer
+    ) -> None:
+        self._call_format = HERMES if tools is None else formats.call_format
+        self._parser = formats.create_parser(tools, request, tokenizer)
         self._call_finish_reason = "stop" if tools is None else tools.finish_reason
         # OpenAI's content is null, not "", in a message that only calls tools.
         self._empty_content = "" if tools is None else None
 
-    def message(self, text: str) -> dict[str, object]:
-        """Return the whole message of this text."""
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return the number of tokens of the reasoning so far."""
+        return self._parser.num_reasoning_tokens
+
+    def message(self, text: str, tokens: Sequence[int]) -> dict[str, object]:
+        """Return the whole message of this text, which has these tokens."""
         parser = self._parser
+        parser.count_tokens(tokens)
         texts: list[str] = []
+        reasoning: list[str] = []
         calls: list[dict[str, Any]] = []
         for event in [*parser.push(text), *parser.flush()]:
             match event:
+                case ReasoningPiece(piece):
+                    reasoning.append(piece)
                 case TextPiece(piece):
                     texts.append(piece)
                 case CallStart(name):
@@ -52,6 +69,8 @@ class ChatChoice:
                     calls[-1]["function"]["arguments"] += piece
         content = "".join(texts) or self._empty_content
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message |= dict.fromkeys(REASONING_KEYS, "".join(reasoning))
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, engine_reason: str | None) -> str | None:
@@ -74,6 +93,7 @@ class ChatChoice:
         Where no tool may be called, each of the engine's deltas but the last gives at least one.
         """
         parser, is_last = self._parser, delta.finish_reason is not None
+        parser.count_tokens(delta.token_ids)
         index = parser.num_calls - 1  # of the call that is open
         events = parser.push(delta.text)
         if is_last:
@@ -88,6 +108,8 @@ class ChatChoice:
 
     def _encode_event(self, index: int, event: OutputEvent) -> str:
         match event:
+            case ReasoningPiece(text):
+                return json.dumps(dict.fromkeys(REASONING_KEYS, text), separators=(",", ":"))
             case TextPiece(text):
                 return f'{{"content":{json.dumps(text)}}}'
             case CallStart(name):
@@ -98,7 +120,7 @@ class ChatChoice:
 
     def _create_call(self, name: str) -> dict[str, Any]:
         """Return a call of this tool with a new id and no arguments."""
-        call_format = self._format
+        call_format = self._call_format
         call_id = (
             call_format.id_prefix
             + secrets.token_hex(call_format.id_digits)[: call_format.id_digits]

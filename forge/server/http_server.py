@@ -63,6 +63,8 @@ def run_server(
     allowed_hosts: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
     metrics_compat: str | None = None,
+    reasoning_parser: str | None = None,
+    tool_call_parser: str | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. The engine is closed at the end, also after an error.
 
@@ -84,6 +86,8 @@ def run_server(
                 hosts=parse_allowed_hosts(socket_, host, allowed_hosts),
                 limits=limits,
                 metrics_compat=metrics_compat,
+                reasoning_parser=reasoning_parser,
+                tool_call_parser=tool_call_parser,
             )
             HTTPServer(app, llm, on_ready, limits).run(sockets=[socket_])
     finally:

@@ -21,8 +21,15 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
+
+from forge.server.output_events import (
+    ArgumentsPiece,
+    CallStart,
+    OutputEvent,
+    TextPiece,
+    merge_events,
+)
 
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -174,26 +181,6 @@ class ToolGrammarBuilder:
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts)
 
 
-class TextPiece(NamedTuple):
-    """Text of an answer outside calls."""
-
-    text: str
-
-
-class CallStart(NamedTuple):
-    """The beginning of a call of this tool."""
-
-    name: str
-
-
-class ArgumentsPiece(NamedTuple):
-    """A piece of the latest call's arguments, as JSON."""
-
-    text: str
-
-
-OutputEvent = TextPiece | CallStart | ArgumentsPiece
-
 _QUOTE_OR_BRACE = re.compile(r'["{}]')
 _QUOTE_OR_BACKSLASH = re.compile(r'["\\]')
 
@@ -244,7 +231,7 @@ class ToolCallParser:
                 if self._depth
                 else self._read_text(text, at, events)
             )
-        return _merge_events(events)
+        return merge_events(events)
 
     def flush(self) -> list[OutputEvent]:
         """Return the text that was held back. This is the last call.
@@ -314,14 +301,3 @@ def _has_prefix(text: str, expected: Sequence[str]) -> bool:
     """Return whether one of the sorted `expected` texts begins with `text`."""
     at = bisect_left(expected, text)
     return at < len(expected) and expected[at].startswith(text)
-
-
-def _merge_events(events: Sequence[OutputEvent]) -> list[OutputEvent]:
-    """Return the events with neighbours of one kind merged, except for the starts of calls."""
-    joined: list[OutputEvent] = []
-    for kind, group in groupby(events, type):
-        if kind is CallStart:
-            joined += group
-        else:
-            joined.append(kind("".join([event[0] for event in group])))
-    return joined

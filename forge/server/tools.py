@@ -21,7 +21,7 @@ from forge.errors import InvalidRequest
 from forge.request import Structure, num_properties
 from forge.server.errors import excerpt
 from forge.server.protocol import invalid_field_error, missing_field_error
-from forge.server.tool_formats import CallableTool, ToolCallFormat, ToolGrammarBuilder, find_format
+from forge.server.tool_formats import CallableTool, ToolCallFormat, ToolGrammarBuilder
 from forge.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -59,11 +59,11 @@ class ToolSet(NamedTuple):
     max_calls: int
     finish_reason: str
 
-    def structure(self, tokenizer: Tokenizer) -> Structure:
-        """Return the structure of the answer. Raises InvalidRequest if the model has no tools."""
-        writer = create_grammar_builder(tokenizer)
+    def structure(self, call_format: ToolCallFormat, tokenizer: Tokenizer) -> Structure:
+        """Return the structure of the answer of a model that writes calls in this format."""
+        builder = create_grammar_builder(call_format, tokenizer)
         return Structure.grammar(
-            writer.build_grammar(self.callable_tools, self.min_calls, self.max_calls)
+            builder.build_grammar(self.callable_tools, self.min_calls, self.max_calls)
         )
 
 
@@ -299,29 +299,17 @@ def _parse_arguments(param: str, text: object) -> dict[str, Any]:
     return value
 
 
-def find_call_format(tokenizer: Tokenizer) -> ToolCallFormat:
-    """Return the format of the model's calls. Raises InvalidRequest if it has no known one."""
-    template = tokenizer.chat_template
-    if template is None or not _MENTIONS_TOOLS.search(template):
-        problem = "the model's chat template does not support tools"
-    else:
-        call_format = find_format(template)
-        if call_format is not None:
-            return call_format
-        problem = "the format of the model's calls is not known here"
-    raise InvalidRequest("tools", problem, "Leave them out", "unsupported_parameter")
+def mentions_tools(template: str) -> bool:
+    """Return whether the source of a chat template reads the definitions of tools."""
+    return _MENTIONS_TOOLS.search(template) is not None
 
 
-def create_grammar_builder(tokenizer: Tokenizer) -> ToolGrammarBuilder:
-    """Return a builder of grammars for the model's answers.
-
-    Raises InvalidRequest if the model has no known format of calls.
-    """
-    model_format = find_call_format(tokenizer)
-    texts = f"{model_format.begin}{model_format.separator or ''}{model_format.end}"
+def create_grammar_builder(call_format: ToolCallFormat, tokenizer: Tokenizer) -> ToolGrammarBuilder:
+    """Return a builder of grammars for the answers of a model with this format."""
+    texts = f"{call_format.begin}{call_format.separator or ''}{call_format.end}"
     names = {tokenizer.decode([token]): token for token in tokenizer.special_token_ids}
     return ToolGrammarBuilder(
-        model_format, {name: token for name, token in names.items() if name and name in texts}
+        call_format, {name: token for name, token in names.items() if name and name in texts}
     )
 
 

@@ -30,7 +30,7 @@ from forge.models.hf.buffers import Int32Array
 from forge.models.hf.runner.batch_step import BatchStep
 from forge.models.hf.runner.input_batch import InputBatch
 from forge.ranks.message_kind import DRAFT_STEP, LATE_MASKS
-from forge.request import SamplingParams, Structure, StructureKind
+from forge.request import SamplingParams, Structure
 from forge.seam import (
     Bind,
     BlockCopy,
@@ -154,7 +154,7 @@ def _encode_bind(slot: int, bind: Bind) -> list[Any]:
     }
     structure = bind.params.structure
     if structure is not None:
-        params["structure"] = [structure.kind.value, structure.text]
+        params["structure"] = structure.encode()
     numbers = (bind.seed, bind.prompt_len, bind.end_ids, len(bind.history))
     return [slot, params, *numbers, bind.acceptance, bind.proposes]
 
@@ -216,8 +216,7 @@ def _decode_binds(text: bytes, histories: Int32Array) -> list[tuple[int, Bind]]:
     first = 0
     for slot, params, seed, prompt_len, end_ids, count, *rest in json.loads(text):
         if "structure" in params:
-            kind, structure = params["structure"]
-            params["structure"] = Structure(StructureKind(kind), structure)
+            params["structure"] = Structure.decode(params["structure"])
         history = tuple(histories[first : first + count].tolist())
         first += count
         bind = Bind(SamplingParams(**params), seed, prompt_len, tuple(end_ids), history, *rest)

@@ -1,0 +1,207 @@
+"""Reasoning in the answers of a chat: its formats, and its separation from the content.
+
+Owns the formats. Knows no request and no HTTP. The end of the prompt, which the template wrote,
+shows whether an answer begins inside its reasoning, may begin with it, or has none.
+
+    prompt ends with    answer                          Reasoning of the answer
+    <think>             ....</think>content             ("", "</think>")
+    </think>            content                         None
+    anything else       <think>....</think>content      ("<think>", "</think>")
+                        content
+
+Always true: text may come in chunks of any size; the joined events are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from forge.request import Reasoning
+from forge.server.output_events import OutputEvent, ReasoningPiece, TextPiece
+from forge.tokenizer import Tokenizer
+
+PROMPT_TAIL_TOKENS = 64
+"""Tokens at the end of a prompt that show whether the template has begun the reasoning."""
+MAX_LINE_BREAKS = 2
+"""Line breaks next to a marker that belong to it: before it, and at the start of an answer."""
+
+
+class ReasoningFormat(NamedTuple):
+    """The format of one family's reasoning.
+
+    template_marks   texts of which the source of a family's template contains at least one
+    begin            marker that begins the reasoning; "" where every answer begins inside it
+    end              marker that ends it
+    """
+
+    template_marks: tuple[str, ...]
+    begin: str
+    end: str
+
+
+THINK = ReasoningFormat(("</think>",), "<think>", "</think>")
+HARMONY = ReasoningFormat(("<|channel|>",), "", "<|channel|>final<|message|>")
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "openai_gptoss": HARMONY,
+    "mistral": ReasoningFormat(("[/THINK]",), "[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat(("</seed:think>",), "<seed:think>", "</seed:think>"),
+    "granite": ReasoningFormat(
+        ("Here is my thought process:",), "Here is my thought process:", "Here is my response:"
+    ),
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "glm45": THINK,
+    "minimax_m2": THINK,
+}
+"""Formats by vLLM's names. A template has the first format of which it contains a mark."""
+
+
+def find_reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the format of a model with this chat template; None if it shows none."""
+    for reasoning_format in REASONING_FORMATS.values():
+        if any(mark in template for mark in reasoning_format.template_marks):
+            return reasoning_format
+    return None
+
+
+def find_reasoning(
+    reasoning_format: ReasoningFormat | None, prompt: Sequence[int], tokenizer: Tokenizer
+) -> Reasoning | None:
+    """Return the reasoning that an answer to this prompt may have; None where it has none."""
+    if reasoning_format is None:
+        return None
+    _, begin, end = reasoning_format
+    data = b"".join(map(tokenizer.token_bytes, prompt[-PROMPT_TAIL_TOKENS:]))
+    tail = data.decode(errors="replace").rstrip()
+    if tail.endswith(end):
+        return None
+    return Reasoning("" if tail.endswith(begin) else begin, end)
+
+
+class ReasoningParser:
+    """Separates an answer's reasoning from its content while the answer grows.
+
+    reasoning   what the answer may have; None: all of it is content
+    dropped     characters that are dropped at the start of the content after reasoning
+
+    Text is held back only while it may belong to a marker. Line breaks next to a marker belong to
+    it. Without its end marker the rest of the answer is reasoning. O(1) a character.
+    """
+
+    def __init__(self, reasoning: Reasoning | None, dropped: str = "\n") -> None:
+        self._begin, self._end = reasoning or ("", "")  # markers that may still come
+        self._dropped = dropped
+        self._leading = "" if self._begin or not self._end else "\n"  # dropped before more text
+        self._buffer = ""
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """Add text; return the pieces that are certain now."""
+        text, self._buffer = self._buffer + text, ""
+        if self._begin:
+            start = text.lstrip("\n")
+            if len(text) - len(start) > MAX_LINE_BREAKS or not _may_start(start, self._begin):
+                self._begin = self._end = ""
+            elif start.startswith(self._begin):
+                text, self._begin, self._leading = start[len(self._begin) :], "", "\n"
+            else:
+                self._buffer = text
+                return []
+        events: list[OutputEvent] = []
+        if self._end:
+            before, marker, text = text.partition(self._end)
+            num_held = 0 if marker else _partial_length(before, self._end)
+            body = _strip_line_breaks(before[: len(before) - num_held])
+            self._add(events, ReasoningPiece, body)
+            if not marker:
+                self._buffer = before[len(body) :]
+                return events
+            self._end, self._leading = "", self._dropped
+        self._add(events, TextPiece, text)
+        return events
+
+    def flush(self) -> list[OutputEvent]:
+        """Return the text that was held back. This is the last call."""
+        buffered, self._buffer = self._buffer, ""
+        events: list[OutputEvent] = []
+        self._add(events, ReasoningPiece if self._end and not self._begin else TextPiece, buffered)
+        return events
+
+    def _add(
+        self,
+        events: list[OutputEvent],
+        kind: type[ReasoningPiece] | type[TextPiece],
+        text: str,
+    ) -> None:
+        """Add a piece, without the characters that are dropped at its start."""
+        if self._leading:
+            text = text.lstrip(self._leading)
+        if text:
+            self._leading = ""
+            events.append(kind(text))
+
+
+def _may_start(text: str, marker: str) -> bool:
+    """Return whether the text begins with the marker, or may once it continues."""
+    return text.startswith(marker) or marker.startswith(text)
+
+
+def _partial_length(text: str, marker: str) -> int:
+    """Return the length of the longest end of the text that the marker may continue."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+def _strip_line_breaks(text: str) -> str:
+    """Return the text without the line breaks at its end, at most MAX_LINE_BREAKS."""
+    for _ in range(MAX_LINE_BREAKS):
+        text = text.removesuffix("\n")
+    return text
+
+
+class ReasoningCounter:
+    """Counts the tokens of an answer's reasoning: all up to the one that ends its end marker.
+
+    begin         marker that the answer may begin with; "": it begins inside its reasoning
+    ends          markers of which the first one ends the reasoning; (): there is none
+    token_bytes   returns the bytes of a token, or the name of a special one
+
+    O(1) a token.
+    """
+
+    def __init__(
+        self, begin: str, ends: Iterable[str], token_bytes: Callable[[int], bytes]
+    ) -> None:
+        self.num_tokens = 0
+        self._token_bytes = token_bytes
+        self._begin, self._ends = begin.encode(), [end.encode() for end in ends]
+        self._tail = b""  # end of the output, as far as a marker may have started in it
+        self._tail_size = max(map(len, self._ends), default=1) - 1
+        self._num_undecided = 0  # tokens of what may be the begin marker
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Add the next tokens of the output."""
+        for token in tokens:
+            if not self._ends:
+                return
+            self._tail += self._token_bytes(token)
+            self._num_undecided += 1
+            if not self._begin or self._has_begun():
+                self.num_tokens += self._num_undecided
+                self._num_undecided = 0
+                if any(end in self._tail for end in self._ends):
+                    self._ends = []
+                self._tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
+
+    def _has_begun(self) -> bool:
+        """Return whether the begin marker is complete; end the count where it cannot come."""
+        begin, start = self._begin, self._tail.lstrip(b"\n")
+        if start.startswith(begin):
+            self._begin, self._tail = b"", start[len(begin) :]
+            return True
+        if len(self._tail) - len(start) > MAX_LINE_BREAKS or not begin.startswith(start):
+            self._ends = []
+        return False
