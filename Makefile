@@ -23,7 +23,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # which look for what goes wrong there and reach nothing else.
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
   $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache kv_event_wire kv_events policy \
-    proposers scheduler session_timers sessions sessions_hostile speculation_edges step_bound structured_output \
+    proposers reasoning scheduler session_timers sessions sessions_hostile speculation_edges step_bound structured_output \
     uniform_steps) \
   engine/test_engine engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry \
   $(addprefix routing/test_, prefix_index replica_table router) $(addprefix ray/test_, routing_key routing_state scaling)))
@@ -48,7 +48,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
-.PHONY: test-long test-all stress tier-seeds test-soak test-fuzz test-clients test-torch test-gpu
+.PHONY: test-long test-all stress tier-seeds reasoning-seeds test-soak test-fuzz test-clients test-torch test-gpu
 .PHONY: test-oldest test-oldest-apis test-ray resolve model-classes
 
 help: ## list these targets
@@ -107,6 +107,10 @@ stress: $(VENV)/dev.stamp ## run the tests 20 times in random order, on a busy m
 tier-seeds: N := 10000
 tier-seeds: $(VENV)/dev.stamp ## run N=10000 random worlds with KV tiers, real files and faults; prints counts
 	$(BIN)/python -m tests.tools.tier_seeds --seeds $(N) $(ARGS)
+
+reasoning-seeds: N := 2500
+reasoning-seeds: $(VENV)/dev.stamp ## run N=2500 random worlds of four JSON schemas after reasoning; prints counts
+	$(BIN)/python -m tests.tools.reasoning_seeds --seeds $(N) $(ARGS)
 
 test-soak: $(VENV)/dev.stamp ## run many more seeds, for hours
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)

@@ -38,7 +38,9 @@ import llguidance
 from forge.errors import InvalidRequest
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.mask_threads import MIN_MASKS, MaskThreads
-from forge.request import Structure, StructureKind, num_properties
+from forge.reasoning_matcher import ReasoningMasks, ReasoningMatcher
+from forge.request import Reasoning, Structure, StructureKind, num_properties
+from forge.sequence import GrammarMatcher
 from forge.tokenizer import Tokenizer, Vocabulary
 
 MAX_SCHEMA_PROPERTIES = 400
@@ -67,6 +69,9 @@ compute masks, a structure takes as much memory for each."""
 
 MAX_CHECKED_STRUCTURES = 1024
 """Structures that another process compiled, kept as their hashes."""
+
+MAX_REASONINGS = 8
+"""Kinds of reasoning whose masks are kept. A model has one or two."""
 
 PARSER_LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1_000,
@@ -258,6 +263,7 @@ class LLGuidanceBackend:
         self._grammars: WeakValueDictionary[Structure, _CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[Structure, _CompiledGrammar] = OrderedDict()
         self._compiling: dict[Structure, Future[_CompiledGrammar]] = {}
+        self._reasoning_masks: OrderedDict[Reasoning, ReasoningMasks] = OrderedDict()
         self._lock = threading.Lock()
         self._num_threads = num_threads
         self._threads = MaskThreads(num_threads) if num_threads > 1 else None
@@ -292,11 +298,17 @@ class LLGuidanceBackend:
 
         Raises InvalidRequest. May take some seconds.
         """
-        return self._get_or_compile(structure, level)
+        masks = (
+            None if structure.reasoning is None else self._get_or_build_masks(structure.reasoning)
+        )
+        return self._get_or_compile(structure._replace(reasoning=None), level), masks
 
     def compiled_grammar(self, structure: Structure) -> object | None:
         """Return the compiled structure, or None where `create_matcher` would compile it."""
-        return self._grammars.get(structure)
+        reasoning, shape = structure.reasoning, structure._replace(reasoning=None)
+        if reasoning is not None and reasoning not in self._reasoning_masks:
+            return None
+        return self._grammars.get(shape)
 
     def vocabulary(self) -> Vocabulary:
         """Return the tokens that structures are compiled for."""
@@ -307,21 +319,40 @@ class LLGuidanceBackend:
             self._end_ids,
         )
 
-    def create_matcher(self, structure: Structure, *, allow_end: bool) -> LLGuidanceMatcher:
+    def create_matcher(self, structure: Structure, *, allow_end: bool) -> GrammarMatcher:
         """Return the matcher of a new output.
 
         allow_end   whether an end id may come where the text is complete
         """
-        grammar = self._get_or_compile(structure, None)
+        shape = structure._replace(reasoning=None)
+        grammar = self._get_or_compile(shape, None)
 
         def forget() -> None:
             with self._lock:
-                if self._grammars.get(structure) is grammar:
-                    del self._grammars[structure]
-                    self._recent.pop(structure, None)
+                if self._grammars.get(shape) is grammar:
+                    del self._grammars[shape]
+                    self._recent.pop(shape, None)
 
-        forbidden_ids = () if allow_end else self._end_ids
-        return LLGuidanceMatcher(grammar, next(grammar.lexers), forbidden_ids, forget)
+        forbidden_ids, lexer = () if allow_end else self._end_ids, next(grammar.lexers)
+
+        def create() -> LLGuidanceMatcher:
+            return LLGuidanceMatcher(grammar, lexer, forbidden_ids, forget)
+
+        if structure.reasoning is None:
+            return create()
+        return ReasoningMatcher(self._get_or_build_masks(structure.reasoning), create)
+
+    def _get_or_build_masks(self, reasoning: Reasoning) -> ReasoningMasks:
+        """Return the masks of this reasoning. The most recently used ones are kept."""
+        masks = self._reasoning_masks.get(reasoning)
+        if masks is None:
+            masks = ReasoningMasks(reasoning, self.vocabulary().tokens, self._end_ids)
+        with self._lock:
+            masks = self._reasoning_masks.setdefault(reasoning, masks)
+            self._reasoning_masks.move_to_end(reasoning)
+            if len(self._reasoning_masks) > MAX_REASONINGS:
+                self._reasoning_masks.popitem(last=False)
+        return masks
 
     def advance_matchers(self, pairs: Sequence[tuple[object, int]]) -> None:
         """Do the work of the next `feed` of each matcher, which has this token.

@@ -80,11 +80,10 @@ class AdmissionQueue:
         Separate processes compile it, within limits. Raises APIError after `queue_timeout`, and
         where too many structures wait.
         """
-        structure = params.structure
-        if (
-            structure is None
-            or self.llm.engine.grammar_backend.compilable_level(structure) is not None
-        ):
+        if params.structure is None:
+            return
+        structure = params.structure._replace(reasoning=None)  # which costs nothing to compile
+        if self.llm.engine.grammar_backend.compilable_level(structure) is not None:
             return
         if self._num_compiling >= self.limits.max_queue:
             raise queue_full_error(self.limits.max_queue, self.retry_after_s)
