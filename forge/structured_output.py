@@ -298,10 +298,10 @@ class LLGuidanceBackend:
 
         Raises InvalidRequest. May take some seconds.
         """
-        masks = (
-            None if structure.reasoning is None else self._get_or_build_masks(structure.reasoning)
-        )
-        return self._get_or_compile(structure._replace(reasoning=None), level), masks
+        grammar = self._get_or_compile(structure._replace(reasoning=None), level)
+        if structure.reasoning is None:
+            return grammar
+        return grammar, self._get_or_build_masks(structure.reasoning)
 
     def compiled_grammar(self, structure: Structure) -> object | None:
         """Return the compiled structure, or None where `create_matcher` would compile it."""

@@ -106,11 +106,13 @@ def test_masks_of_drafts_are_those_of_the_committed_tokens(reasoning: Reasoning)
             tokens.append(rng.choice(likely if likely and rng.random() < 0.5 else allowed))
             if tokens[-1] == 0 or committed.feed(tokens[-1]):
                 break
+        else:
+            masks.append(committed.mask)
         start = rng.randrange(len(tokens))
         matcher = create_matcher(structure, reasoning)
         assert not any(map(matcher.feed, tokens[:start]))
         found = matcher.draft_masks(tokens[start : start + 8])
-        assert found == masks[start + 1 :][: len(found)]
+        assert found == masks[start + 1 : start + 1 + len(found)]
         num_masks += len(found)
     assert num_masks > 30
 
