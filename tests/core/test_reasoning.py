@@ -74,6 +74,7 @@ def test_reasoning_wins_where_the_structure_begins_like_its_marker() -> None:
     feed(matcher, "[", "a")
     feed(matcher, "]")
     assert pieces_in(matcher.mask) == {"["}
+    assert feed(create_matcher(Structure.regex("<think>12"), THINK), "<think>", "12") is False
     undecided = create_matcher(Structure.regex("<th12"), THINK)
     feed(undecided, "<", "t", "h")
     assert pieces_in(undecided.mask) == {"1", "12", "i"}
