@@ -17,11 +17,13 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from forge.errors import InvalidRequest  # noqa: E402
 from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
-from forge.request import Structure  # noqa: E402
+from forge.request import Reasoning, Structure  # noqa: E402
 from forge.server.chat import ChatRequest  # noqa: E402
+from forge.server.chat_formats import find_chat_formats  # noqa: E402
+from forge.server.harmony import HarmonyParser  # noqa: E402
 from forge.server.protocol import parse_request  # noqa: E402
-from forge.server.tool_formats import CallableTool  # noqa: E402
-from forge.server.tools import create_grammar_builder, find_call_format  # noqa: E402
+from forge.server.tool_formats import CallableTool, HarmonyFormat, ToolCallFormat  # noqa: E402
+from forge.server.tools import create_grammar_builder  # noqa: E402
 from forge.structured_output import LLGuidanceBackend  # noqa: E402
 from forge.tokenizer import MAX_CHAT_CHARS, ChatEnd  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
@@ -353,12 +355,13 @@ def test_the_tokens_of_the_family_may_begin_a_call(tmp_path: Path, family: str) 
     tokenizer = open_tokenizer(
         tmp_path, add_call_tokens(create_byte_level(), family), template_of(family)
     )
-    form = find_call_format(tokenizer)
+    form = find_chat_formats(tokenizer).call_format
+    assert isinstance(form, ToolCallFormat)
     (mark,) = tokenizer.encode_rendered(form.trigger)
     structures = LLGuidanceBackend(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token])
     for fewest, before in ((1, ""), (0, "Once ")):
         tool = CallableTool("weather", DEFINITION["function"]["parameters"])  # type: ignore[index]
-        text = create_grammar_builder(tokenizer).build_grammar([tool], fewest, 9)
+        text = create_grammar_builder(form, tokenizer).build_grammar([tool], fewest, 9)
         guide = structures.create_matcher(Structure.grammar(text), allow_end=True)
         call = f'{form.call_prefix("weather")}{{"city": "Oslo"}}}}'
         whole = tokenizer.encode_rendered(f"{before}{form.begin}{call}{form.end}")
@@ -369,10 +372,66 @@ def test_the_tokens_of_the_family_may_begin_a_call(tmp_path: Path, family: str) 
         assert complete or guide.mask[tokenizer.eos_token >> 3] >> (tokenizer.eos_token & 7) & 1
 
 
+THINK_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant: "
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_template_decides_about_reasoning_old_and_new(tmp_path: Path, special: bool) -> None:
+    backend = create_byte_level()
+    names = ("<think>", "</think>")
+    backend.add_tokens([tokenizers.AddedToken(name, special=special) for name in names])
+    tokenizer = open_tokenizer(tmp_path, backend, THINK_TEMPLATE)
+    formats = find_chat_formats(tokenizer)
+    thinking = prompt_ids(tokenizer, "Once")
+    assert formats.find_reasoning(thinking, tokenizer) == Reasoning("<think>", "</think>")
+    silent = prompt_ids(tokenizer, "Once <think>", reasoning_effort="none")
+    assert formats.find_reasoning(silent, tokenizer) is None
+    answers = [{"role": "assistant", "content": "b", "reasoning": f"a{n}"} for n in range(2)]
+    body = {"messages": answers, "add_generation_prompt": False}
+    rendered = parse_request(ChatRequest, body).render_prompt(tokenizer)
+    marks = [token for token in rendered if tokenizer.token_text(token) in names]
+    assert len(marks) == 2 and "a1" in tokenizer.decode(rendered)
+    assert "a0" not in tokenizer.decode(rendered)
+    assert tokenizer.decode(marks) == "<think></think>"
+
+
+def test_channels_have_text_though_their_tokens_are_special(tmp_path: Path) -> None:
+    backend = create_byte_level()
+    backend.add_special_tokens([*HarmonyFormat().texts.split()])
+    template = "{{ tools }}{{ message.thinking }}<|start|>assistant<|channel|>"
+    tokenizer = open_tokenizer(tmp_path, backend, template)
+    formats = find_chat_formats(tokenizer)
+    call_format = formats.call_format
+    text = (
+        "<|channel|>analysis<|message|>Once<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f <|constrain|>json<|message|>{"a": 1}'
+    )
+    tokens = tokenizer.encode_rendered(text)
+    assert tokenizer.decode(tokens) == text
+    parser = HarmonyParser(["f"])
+    parser.push(tokenizer.decode(tokens))
+    assert parser.num_calls == 1 and not parser.is_open
+    structures = LLGuidanceBackend(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token])
+    tool = CallableTool("f", {"type": "object", "properties": {"a": {"type": "integer"}}})
+    for min_calls in (0, 1):
+        grammar = create_grammar_builder(call_format, tokenizer).build_grammar([tool], min_calls, 9)
+        matcher = structures.create_matcher(Structure.grammar(grammar), allow_end=True)
+        for token in tokens:
+            assert matcher.mask[token >> 3] >> (token & 7) & 1
+            complete = matcher.feed(token)
+        assert complete
+
+
 def test_a_template_that_knows_no_tools_is_refused_by_name(tmp_path: Path) -> None:
     plain = open_tokenizer(tmp_path, template=TEMPLATE.replace("no tools: ", ""))
     with pytest.raises(InvalidRequest) as refused:
-        find_call_format(plain)
+        _ = find_chat_formats(plain).call_format
     assert (refused.value.field, refused.value.code) == ("tools", "unsupported_parameter")
     with pytest.raises(InvalidRequest) as refused:
         parse_request(ChatRequest, {**body_of("hermes"), "tools": None}).render_prompt(plain)

@@ -42,8 +42,24 @@ BREAK_MARK = "\udcff"
 No valid text contains it.
 """
 
-VISIBLE_SPECIAL_TOKENS = frozenset({"<tool_call>", "</tool_call>", "[TOOL_CALLS]"})
-"""Special tokens that are decoded to text: tool calls are parsed from it."""
+_BAR = "\uff5c"
+VISIBLE_SPECIAL_TOKENS = frozenset(
+    {
+        *("<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>"),
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        *("<minimax:tool_call>", "</minimax:tool_call>"),
+        *(
+            f"<{_BAR}tool▁{name}{_BAR}>"
+            for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+        ),
+    }
+)
+"""Special tokens that are decoded to text: reasoning and tool calls are parsed from it."""
+CHANNEL_TOKENS = frozenset(
+    {"<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"}
+)
+"""Special tokens of gpt-oss that are decoded to text, where a vocabulary has all of them."""
 
 PieceDecoder = Callable[[str], str | bytes]
 
@@ -81,10 +97,11 @@ class HFTokenizer:
         self._template_tokenizer = fast_tokenizer.backend_tokenizer
         self._template_tokenizer.no_truncation()
         self._template_tokenizer.no_padding()
+        visible = VISIBLE_SPECIAL_TOKENS
+        if CHANNEL_TOKENS <= set(self._special_tokens.values()):
+            visible |= CHANNEL_TOKENS
         self._skipped_tokens = {
-            token: name
-            for token, name in self._special_tokens.items()
-            if name not in VISIBLE_SPECIAL_TOKENS
+            token: name for token, name in self._special_tokens.items() if name not in visible
         }
         names = sorted(filter(None, self._special_tokens.values()), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
@@ -184,7 +201,7 @@ class HFTokenizer:
 
     @property
     def special_token_ids(self) -> Collection[int]:
-        """Ids of special tokens. Decoding skips all but VISIBLE_SPECIAL_TOKENS."""
+        """Ids of special tokens. Decoding skips those that show no reasoning or call."""
         return self._special_tokens.keys()
 
     @property
