@@ -98,7 +98,7 @@ class StreamingRequest(SamplingRequest):
         raise InvalidRequest(
             "best_of",
             "more choices than n are not supported",
-            "Leave it out, or give the value of n",
+            "Give n that value and choose by logprobs, or leave it out",
             "unsupported_parameter",
         )
 

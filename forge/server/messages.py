@@ -6,6 +6,7 @@ accepts a role, or two messages of one role in a row, is decided by its template
     messages[2].role      system, developer, user, assistant, tool
     messages[2].content   text, or parts of text, which become one text with a line each
     messages[2].tool_calls   of an assistant, which may have no content then
+    messages[2].reasoning_content, reasoning   of an assistant: the template keeps or drops it
 
 Always true: every key of a message is honoured or refused by name.
 """
@@ -26,15 +27,15 @@ MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _IDENTIFIER = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
-_MESSAGE_KEYS = {"role", "content", "name", "tool_call_id", "tool_calls"}
+REASONING_KEYS = ("reasoning_content", "reasoning")
+"""Keys of a message's reasoning: that of most clients, and vLLM's newer one."""
+_MESSAGE_KEYS = {"role", "content", "name", "tool_call_id", "tool_calls", *REASONING_KEYS}
 
 # Key that is refused by name -> values that have no effect, besides null.
 _UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
 }
 _UNSUPPORTED_PART_TYPES = {
@@ -84,12 +85,15 @@ def _parse_message(param: str, item: object) -> ChatMessage:
             f"{param}.role", f"it is not one of {', '.join(ROLES)}", "invalid_value"
         )
     tool_calls = _parse_tool_calls(f"{param}.tool_calls", role, item.get("tool_calls"))
+    reasoning = _parse_reasoning(param, role, item)
     content = item.get("content")
-    if content is None and tool_calls:
+    if content is None and (tool_calls or reasoning):
         content = ""
     message: dict[str, Any] = {"role": role, "content": _parse_content(f"{param}.content", content)}
     if tool_calls:
         message["tool_calls"] = tool_calls
+    if reasoning:
+        message |= dict.fromkeys(REASONING_KEYS, reasoning)
     name, tool_call_id = item.get("name"), item.get("tool_call_id")
     if name is not None:
         message["name"] = _parse_identifier(f"{param}.name", name)
@@ -115,6 +119,26 @@ def _parse_tool_calls(param: str, role: str, value: object) -> list[dict[str, An
     for index, call in enumerate(calls):
         call["id"] = _parse_identifier(f"{param}[{index}].id", call["id"])
     return calls
+
+
+def _parse_reasoning(param: str, role: str, item: Mapping[str, Any]) -> str:
+    """Return the reasoning of a message, or "". Raises InvalidRequest."""
+    texts = {key: item[key] for key in REASONING_KEYS if item.get(key) is not None}
+    for key, text in texts.items():
+        if not isinstance(text, str):
+            raise invalid_field_error(f"{param}.{key}", "it is not a string", "invalid_type")
+        if text and role != "assistant":
+            raise invalid_field_error(
+                f"{param}.{key}", "only a message of the assistant has it", "invalid_value"
+            )
+    if len(set(texts.values())) > 1:
+        raise InvalidRequest(
+            f"{param}.reasoning",
+            "reasoning_content has another value",
+            "Give only one of them",
+            "conflicting_parameters",
+        )
+    return next(iter(texts.values()), "")
 
 
 def _parse_content(param: str, content: object) -> str:

@@ -67,6 +67,10 @@ CacheKeyField = Annotated[
     ),
 ]
 ResponseFormatField = Annotated[dict[str, Any] | None, Field(description="an object with a type")]
+StructuredOutputsField = Annotated[
+    dict[str, Any] | None,
+    Field(description="an object with json, json_object, regex, choice or grammar"),
+]
 PatternField = Annotated[
     str | None,
     Field(
@@ -120,7 +124,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -129,6 +132,21 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
+
+REMEDIES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+        "Use structured_outputs or response_format",
+    ),
+    "audio": "Send and request text",
+    "function_call": "Use tool_choice",
+    "functions": "Use tools",
+    "modalities": 'Send and request text: ["text"]',
+    "suffix": "Write both texts into the prompt, as the model was trained to fill in between",
+    "use_beam_search": "Use n and a temperature, and choose by logprobs",
+    "web_search_options": "Give a search of your own as a tool",
+}
+"""What to do instead of a field that is refused by name."""
 
 # Errors of a scalar's type, which are reported as a wrong value; others are a wrong type.
 _SCALAR_ERRORS = {
@@ -182,6 +200,7 @@ class SamplingRequest(RequestBody):
     response_format: ResponseFormatField = None
     regex: PatternField = None
     grammar: PatternField = None
+    structured_outputs: StructuredOutputsField = None
     priority: IntegerField = None
     cache_salt: CacheSaltField = None
     session_id: SessionIdField = None
@@ -203,7 +222,9 @@ class SamplingRequest(RequestBody):
     @property
     def named_structure(self) -> NamedStructure | None:
         """The output's structure and the field that requests it. Raises InvalidRequest."""
-        return parse_structure(self.response_format, self.regex, self.grammar)
+        return parse_structure(
+            self.response_format, self.regex, self.grammar, self.structured_outputs
+        )
 
     @property
     def structure(self) -> Structure | None:
@@ -259,9 +280,8 @@ def parse_request(model_type: type[BodyT], body: Mapping[str, Any]) -> BodyT:
                 excerpt(name), "there is no such field", "Leave it out", "unknown_parameter"
             )
         elif value is not None and not _is_neutral(value, model_type.unsupported[name]):
-            raise InvalidRequest(
-                name, "it is not supported", "Leave it out", "unsupported_parameter"
-            )
+            remedy = REMEDIES.get(name, "Leave it out")
+            raise InvalidRequest(name, "it is not supported", remedy, "unsupported_parameter")
     try:
         return model_type.model_validate(known_fields)
     except ValidationError as error:

@@ -8,11 +8,14 @@ forge.structured_output decides whether a schema can be compiled.
                     {"type": "json_schema", "json_schema": {"schema": ...}}  what the schema allows
     regex           "[a-z]+"                                                 text that it matches
     grammar         "start: ..."                                             text that it derives
+    structured_outputs   vLLM's object with one of json, json_object, regex, choice and grammar
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
@@ -24,6 +27,14 @@ _FORMAT_KEYS = {
     "json_object": {"type"},
     "json_schema": {"type", "json_schema"},
 }
+_OUTPUT_KINDS = {
+    "json": "a JSON schema",
+    "json_object": "true",
+    "regex": "a string",
+    "choice": "a list of texts",
+    "grammar": "a string",
+}
+"""Kind of structured_outputs -> what its value must be."""
 _SCHEMA_KEYS = {"name", "description", "schema", "strict"}
 
 
@@ -35,7 +46,10 @@ class NamedStructure(NamedTuple):
 
 
 def parse_structure(
-    response_format: Mapping[str, Any] | None, regex: str | None, grammar: str | None
+    response_format: Mapping[str, Any] | None,
+    regex: str | None,
+    grammar: str | None,
+    structured_outputs: Mapping[str, Any] | None = None,
 ) -> NamedStructure | None:
     """Return the structure that the fields request, or None. Raises InvalidRequest."""
     structures = []
@@ -43,21 +57,17 @@ def parse_structure(
         structure = _parse_response_format(response_format)
         if structure is not None:
             structures.append(NamedStructure("response_format", structure))
+    if structured_outputs is not None:
+        structure = _parse_structured_outputs(structured_outputs)
+        structures.append(NamedStructure("structured_outputs", structure))
     texts: tuple[tuple[str, str | None, Callable[[str], Structure]], ...] = (
         ("regex", regex, Structure.regex),
         ("grammar", grammar, Structure.grammar),
     )
     for name, text, build in texts:
-        if text is None:
-            continue
-        if len(text) > MAX_PATTERN_CHARS:
-            raise InvalidRequest(
-                name,
-                f"it has {len(text)} characters, at most {MAX_PATTERN_CHARS}",
-                "Simplify it",
-                f"invalid_{name}",
-            )
-        structures.append(NamedStructure(name, build(text)))
+        if text is not None:
+            _check_pattern(name, name, text)
+            structures.append(NamedStructure(name, build(text)))
     if len(structures) > 1:
         raise InvalidRequest(
             structures[1].field,
@@ -101,6 +111,52 @@ def _parse_response_format(response_format: Mapping[str, Any]) -> Structure | No
         return Structure.json_schema(schema)
     except InvalidRequest as error:  # nested deeper than json.dumps can write
         raise InvalidRequest("response_format", error.problem, error.remedy, error.code) from None
+
+
+def _check_pattern(field: str, kind: str, text: str) -> None:
+    """Raise InvalidRequest for a regex or a grammar that is too long."""
+    if len(text) > MAX_PATTERN_CHARS:
+        raise InvalidRequest(
+            field,
+            f"it has {len(text)} characters, at most {MAX_PATTERN_CHARS}",
+            "Simplify it",
+            f"invalid_{kind}",
+        )
+
+
+def _parse_structured_outputs(value: Mapping[str, Any]) -> Structure:
+    """Return the structure that vLLM's field requests. Raises InvalidRequest."""
+    field = "structured_outputs"
+    given = {key: item for key, item in value.items() if item is not None and item is not False}
+    unknown = sorted(given.keys() - set(_OUTPUT_KINDS))
+    if unknown or len(given) != 1:
+        problem = (
+            f"{excerpt(unknown[0])}: there is no such kind" if unknown else "it has not one kind"
+        )
+        raise InvalidRequest(
+            field, problem, f"Give one of {', '.join(_OUTPUT_KINDS)}", "invalid_value"
+        )
+    ((kind, item),) = given.items()
+    match kind, item:
+        case "json_object", True:
+            return Structure.json_schema({"type": "object"})
+        case "regex" | "grammar", str():
+            _check_pattern(field, kind, item)
+            return Structure.regex(item) if kind == "regex" else Structure.grammar(item)
+        case "choice", [_, *_] if all(isinstance(each, str) and each for each in item):
+            choices = " | ".join(json.dumps(each) for each in item)
+            _check_pattern(field, "grammar", choices)
+            return Structure.grammar(f"start: {choices}")
+        case "json", str():
+            with suppress(ValueError, RecursionError):
+                schema = json.loads(item)
+                if isinstance(schema, dict | bool):
+                    return Structure.json_schema(schema)
+        case "json", dict() | bool():
+            return Structure.json_schema(item)
+    raise InvalidRequest(
+        field, f"{kind}: it is not {_OUTPUT_KINDS[kind]}", "Fix it", "invalid_value"
+    )
 
 
 def _format_error(key: str, problem: str, remedy: str) -> InvalidRequest:

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.outputs import TextDelta
-from forge.server.chat import RESERVED_VARIABLES, ChatRequest
-from forge.server.chat_choice import ChatChoice
+from forge.server.chat import RESERVED_VARIABLES, ChatRequest, create_chat_choice
+from forge.server.chat_formats import find_chat_formats
 from forge.server.messages import MAX_MESSAGES, ROLES
+from forge.server.protocol import parse_request
 from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, ChatMessage
 from tests.server.test_server import (
     BAD_BODIES,
@@ -312,7 +313,9 @@ def test_usage_so_far_is_in_every_chunk_where_requested(paced_server: RunningSer
 
 def test_a_token_without_certain_text_is_a_delta_without_text() -> None:
     """Half of a character gives such a delta."""
-    answer = ChatChoice(None, ByteTokenizer())
+    body = parse_request(ChatRequest, {"messages": USER})
+    tokenizer = ByteTokenizer()
+    answer = create_chat_choice(body, [1], tokenizer, find_chat_formats(tokenizer))
     assert answer.encode_deltas(TextDelta(0, "", (196,))) == ['{"content":""}']
     assert answer.encode_deltas(TextDelta(0, "", (1,), "stop")) == []
 
@@ -496,9 +499,19 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_parameter",
     ),
     (
-        chat_with(role="assistant", content="a", reasoning_content="b"),
+        chat_with(role="user", content="a", reasoning_content="b"),
         "messages[1].reasoning_content",
-        "unsupported_parameter",
+        "invalid_value",
+    ),
+    (
+        chat_with(role="assistant", content="a", reasoning=["b"]),
+        "messages[1].reasoning",
+        "invalid_type",
+    ),
+    (
+        chat_with(role="assistant", content="a", reasoning="b", reasoning_content="c"),
+        "messages[1].reasoning",
+        "conflicting_parameters",
     ),
     (chat_with(role="user", content="a", foo=None), "messages[1].foo", "unknown_parameter"),
     (
@@ -538,9 +551,23 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
     ({"parallel_tool_calls": True}, "parallel_tool_calls", "invalid_value"),
     ({"guided_regex": "a*"}, "guided_regex", "unsupported_parameter"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
-    ({"store": True}, "store", "unsupported_parameter"),
-    ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
+    (
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        "reasoning_effort",
+        "conflicting_parameters",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"regex": "["}}, "structured_outputs", "invalid_regex"),
+    (
+        {"structured_outputs": {"regex": "a"}, "regex": "a"},
+        "regex",
+        "conflicting_parameters",
+    ),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
     ({"max_completion_tokens": -1}, "max_completion_tokens", "invalid_value"),
