@@ -50,8 +50,9 @@ from forge.server.protocol import (
 )
 from forge.server.request_head import RequestHead
 from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_entries
+from forge.server.tool_formats import HERMES
 from forge.server.tools import ToolSet, check_renders_tool_calls, parse_tools
-from forge.tokenizer import ChatEnd, Tokenizer
+from forge.tokenizer import ChatEnd, ChatMessage, Tokenizer
 
 # Checked by `parse_messages`, which names the invalid message and stops at the first one.
 MessagesField = Annotated[
@@ -82,6 +83,7 @@ RESERVED_VARIABLES = frozenset(
     }
 )
 """Names that the server or the renderer sets for a template: a client may not set them."""
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _VARIABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -92,12 +94,7 @@ class ChatRequest(StreamingRequest):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **UNSUPPORTED_FIELDS,
         "echo": (False,),
-        "prediction": (),
         "prompt": (),
-        "reasoning_effort": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "verbosity": (),
         "web_search_options": (),
     }
 
@@ -111,8 +108,14 @@ class ChatRequest(StreamingRequest):
     add_generation_prompt: BooleanField = None
     continue_final_message: BooleanField = None
     chat_template_kwargs: TemplateVariablesField = None
+    reasoning_effort: ShortTextField = None
     # Accepted without effect.
+    prediction: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    prompt_cache_retention: ShortTextField = None
     safety_identifier: ShortTextField = None
+    service_tier: ShortTextField = None
+    store: BooleanField = None
+    verbosity: ShortTextField = None
 
     def explicit_params(self) -> dict[str, Any]:
         """Return the fields of SamplingParams that the request sets. Raises InvalidRequest."""
@@ -165,7 +168,7 @@ class ChatRequest(StreamingRequest):
 
     def template_variables(self) -> dict[str, Any]:
         """Return the variables for the template. Raises InvalidRequest."""
-        variables = self.chat_template_kwargs or {}
+        variables = dict(self.chat_template_kwargs or {})
         for name, value in variables.items():
             # A template has its special tokens under names like bos_token.
             if (
@@ -186,21 +189,21 @@ class ChatRequest(StreamingRequest):
                     "Shorten it",
                     "string_too_long",
                 )
+        if self.reasoning_effort is not None:
+            for name, value in effort_variables(self.reasoning_effort).items():
+                if variables.setdefault(name, value) != value:
+                    raise InvalidRequest(
+                        "reasoning_effort",
+                        f"chat_template_kwargs has another {name}",
+                        "Give only one of them",
+                        "conflicting_parameters",
+                    )
         return variables
 
     @cached_property
     def callable_tools(self) -> ToolSet | None:
         """Tools that the answer may call; None without any. Raises InvalidRequest."""
-        tools = parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        named_structure = None if tools is None else self.named_structure
-        if named_structure is not None:
-            raise InvalidRequest(
-                named_structure.field,
-                "the answer may call tools",
-                'Set tool_choice to "none", or leave one of them out',
-                "conflicting_parameters",
-            )
-        return tools
+        return parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def render_prompt(self, tokenizer: Tokenizer) -> list[int]:
         """Return the ids of the rendered chat. Raises InvalidRequest. May be slow."""
@@ -208,9 +211,37 @@ class ChatRequest(StreamingRequest):
         for index, message in enumerate(messages):
             if "tool_calls" in message:
                 check_renders_tool_calls(f"messages[{index}].tool_calls", tokenizer)
+        if "message.thinking" in (tokenizer.chat_template or ""):
+            messages = [add_thinking(message) for message in messages]
         if self.callable_tools is not None:
             variables["tools"] = list(self.callable_tools.definitions)
         return tokenizer.apply_chat_template(messages, self.chat_end, variables)
+
+
+def effort_variables(effort: str) -> dict[str, bool | str]:
+    """Return the variables of a template for an effort of reasoning. Raises InvalidRequest.
+
+    Templates know the effort, or whether to reason at all, or neither.
+    """
+    if effort not in REASONING_EFFORTS:
+        raise InvalidRequest(
+            "reasoning_effort",
+            f"'{excerpt(effort)}' is not one of {', '.join(REASONING_EFFORTS)}",
+            "Give one of these",
+        )
+    if effort == "none":
+        return {"enable_thinking": False, "thinking": False}
+    return {"reasoning_effort": effort}
+
+
+def add_thinking(message: ChatMessage) -> ChatMessage:
+    """Return the message with its reasoning under the key that the template of gpt-oss reads.
+
+    With calls it takes no reasoning alongside a content.
+    """
+    if "reasoning" not in message or (message.get("tool_calls") and message["content"]):
+        return message
+    return {**message, "thinking": message["reasoning"]}
 
 
 async def build_request(
@@ -243,15 +274,12 @@ def _read_params_and_prompt(
 ) -> tuple[SamplingParams, list[int]]:
     """Return the sampling parameters and the prompt. Raises InvalidRequest. May be slow."""
     params, tools = request_body.sampling_params(), request_body.callable_tools
-    structure = params.structure
-    if tools is not None:
-        structure = tools.structure(formats.call_format, tokenizer)
     prompt = request_body.render_prompt(tokenizer)
-    if structure is not None:
-        structure = structure._replace(reasoning=formats.find_reasoning(prompt, tokenizer))
-        with _relabel_structure_error("tools"):
-            params = replace(params, structure=structure)
-    return params, prompt
+    if tools is None and params.structure is None:
+        return params, prompt
+    structure = formats.structure_of(request_body.named_structure, tools, prompt, tokenizer)
+    with _relabel_structure_error("tools"):
+        return replace(params, structure=structure), prompt
 
 
 async def _check_tools(queue: AdmissionQueue, tools: ToolSet) -> None:
@@ -286,6 +314,15 @@ def _relabel_max_tokens_error(request_body: ChatRequest) -> Iterator[None]:
         raise InvalidRequest(name, error.problem, error.remedy, error.code) from None
 
 
+def create_chat_choice(
+    request_body: ChatRequest, prompt: Sequence[int], tokenizer: Tokenizer, formats: ChatFormats
+) -> ChatChoice:
+    """Return a choice of the answer to a request with this prompt."""
+    tools = request_body.callable_tools
+    parser = formats.create_parser(request_body.named_structure, tools, prompt, tokenizer)
+    return ChatChoice(parser, tools, HERMES if tools is None else formats.call_format)
+
+
 class ChatCompletionResponse:
     """The response of one call of /v1/chat/completions, whole or in chunks."""
 
@@ -311,7 +348,7 @@ class ChatCompletionResponse:
         self._cached_tokens = NOTHING_CACHED
         self._unstarted_choices = set(range(request.params.n))  # their role is not sent yet
         self._choices = [
-            ChatChoice(request_body.callable_tools, formats, request, tokenizer)
+            create_chat_choice(request_body, request.prompt, tokenizer, formats)
             for _ in self._unstarted_choices
         ]
 

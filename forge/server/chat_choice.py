@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forge.outputs import TextDelta
-from forge.request import Request
-from forge.server.chat_formats import ChatFormats
+from forge.server.messages import REASONING_KEYS
 from forge.server.output_events import (
     ArgumentsPiece,
     CallStart,
@@ -25,22 +24,23 @@ from forge.server.output_events import (
     ReasoningPiece,
     TextPiece,
 )
-from forge.server.tool_formats import HERMES
+from forge.server.output_parser import OutputParser
+from forge.server.tool_formats import CallFormat
 from forge.server.tools import ToolSet
-from forge.tokenizer import Tokenizer
-
-REASONING_KEYS = ("reasoning_content", "reasoning")
-"""Keys of a message's reasoning: that of most clients, and vLLM's newer one."""
 
 
 class ChatChoice:
-    """Content, calls and finish reason of one choice, whole or in deltas."""
+    """Content, calls and finish reason of one choice, whole or in deltas.
+
+    tools         tools that it may call; None: none
+    call_format   format of its calls, which decides their ids
+    """
 
     def __init__(
-        self, tools: ToolSet | None, formats: ChatFormats, request: Request, tokenizer: Tokenizer
+        self, parser: OutputParser, tools: ToolSet | None, call_format: CallFormat
     ) -> None:
-        self._call_format = HERMES if tools is None else formats.call_format
-        self._parser = formats.create_parser(tools, request, tokenizer)
+        self._parser = parser
+        self._call_format = call_format
         self._call_finish_reason = "stop" if tools is None else tools.finish_reason
         # OpenAI's content is null, not "", in a message that only calls tools.
         self._empty_content = "" if tools is None else None

@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from forge.errors import InvalidConfig, InvalidRequest
-from forge.request import Reasoning, Request
+from forge.request import Reasoning, Structure
+from forge.server.harmony import COUNTED_ENDS, HarmonyParser
 from forge.server.output_parser import OutputParser
 from forge.server.reasoning import (
+    HARMONY,
     REASONING_FORMATS,
     ReasoningCounter,
     ReasoningFormat,
@@ -24,7 +26,9 @@ from forge.server.reasoning import (
     find_reasoning,
     find_reasoning_format,
 )
-from forge.server.tool_formats import FORMATS, HERMES, ToolCallFormat, ToolCallParser, find_format
+from forge.server.response_format import NamedStructure
+from forge.server.tool_formats import FORMATS, HERMES, CallFormat, HarmonyFormat, find_format
+from forge.server.tool_parser import LeadingCallParser, ToolCallParser
 from forge.server.tools import ToolSet, mentions_tools
 from forge.tokenizer import Tokenizer
 
@@ -43,11 +47,11 @@ class ChatFormats(NamedTuple):
     """
 
     reasoning: ReasoningFormat | None
-    calls: ToolCallFormat | None
+    calls: CallFormat | None
     call_problem: str
 
     @property
-    def call_format(self) -> ToolCallFormat:
+    def call_format(self) -> CallFormat:
         """Format of the model's calls. Raises InvalidRequest if there is none."""
         if self.calls is None:
             raise InvalidRequest(
@@ -55,26 +59,63 @@ class ChatFormats(NamedTuple):
             )
         return self.calls
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether answers are messages in channels, as those of gpt-oss."""
+        return self.reasoning is HARMONY or isinstance(self.calls, HarmonyFormat)
+
     def find_reasoning(self, prompt: Sequence[int], tokenizer: Tokenizer) -> Reasoning | None:
         """Return the reasoning that an answer to this prompt may have; None where it has none."""
         return find_reasoning(self.reasoning, prompt, tokenizer)
 
-    def create_parser(
-        self, tools: ToolSet | None, request: Request, tokenizer: Tokenizer
-    ) -> OutputParser:
-        """Return the parser of a choice of the request.
+    def structure_of(
+        self,
+        answer: NamedStructure | None,
+        tools: ToolSet | None,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer,
+    ) -> Structure | None:
+        """Return the structure of an answer to this prompt, or None. Raises InvalidRequest.
 
-        tools   tools that the answer may call; None: no text of it is a call
+        answer   structure of an answer without calls
+        tools    tools that the answer may call
         """
-        reasoning = self.find_reasoning(request.prompt, tokenizer)
-        # A structure begins right after the marker, and its line breaks belong to it.
-        dropped = "\n" if tools is not None or request.params.structure is None else ""
-        names = [] if tools is None else [tool.name for tool in tools.callable_tools]
+        if tools is None:
+            structure = None if answer is None else answer.structure
+        else:
+            structure = tools.structure(self.call_format, tokenizer, answer)
+            if self.has_channels:
+                return structure  # the grammar of its messages has the reasoning
+        if structure is None:
+            return None
+        return structure._replace(reasoning=self.find_reasoning(prompt, tokenizer))
+
+    def create_parser(
+        self,
+        answer: NamedStructure | None,
+        tools: ToolSet | None,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer,
+    ) -> OutputParser:
+        """Return the parser of a choice. The arguments are those of `structure_of`."""
+        token_bytes = tokenizer.token_bytes
+        callable_tools = () if tools is None else tools.callable_tools
+        reasoning = self.find_reasoning(prompt, tokenizer)
         begin, end = reasoning or ("", "")
+        if self.has_channels:
+            return OutputParser(
+                ReasoningParser(None),
+                HarmonyParser([tool.name for tool in callable_tools]),
+                ReasoningCounter("", COUNTED_ENDS if end else (), token_bytes),
+            )
+        call_format = HERMES if tools is None else self.call_format
+        assert not isinstance(call_format, HarmonyFormat), "its answers have channels"
+        calls = ToolCallParser(call_format, callable_tools)
+        # A structure begins right after the marker, and its line breaks belong to it.
         return OutputParser(
-            ReasoningParser(reasoning, dropped),
-            ToolCallParser(HERMES if tools is None else self.call_format, names),
-            ReasoningCounter(begin, [end] if end else [], tokenizer.token_bytes),
+            ReasoningParser(reasoning, "\n" if answer is None else ""),
+            calls if answer is None else LeadingCallParser(calls),
+            ReasoningCounter(begin, [end] if end else [], token_bytes),
         )
 
 
@@ -90,8 +131,9 @@ def find_chat_formats(
         reasoning = find_reasoning_format(template)
     else:
         reasoning = _format_of_name("reasoning_parser", reasoning_parser, REASONING_FORMATS)
+    calls: CallFormat | None = None
     if not mentions_tools(template):
-        calls, problem = None, "the model's chat template does not support tools"
+        problem = "the model's chat template does not support tools"
     else:
         calls, problem = find_format(template), "the format of the model's calls is not known here"
     if tool_call_parser is not None:

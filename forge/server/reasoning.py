@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from forge.request import Reasoning
+from forge.server.held_text import partial_length
 from forge.server.output_events import OutputEvent, ReasoningPiece, TextPiece
 from forge.tokenizer import Tokenizer
 
@@ -111,7 +112,7 @@ class ReasoningParser:
         events: list[OutputEvent] = []
         if self._end:
             before, marker, text = text.partition(self._end)
-            num_held = 0 if marker else _partial_length(before, self._end)
+            num_held = 0 if marker else partial_length(before, self._end)
             body = _strip_line_breaks(before[: len(before) - num_held])
             self._add(events, ReasoningPiece, body)
             if not marker:
@@ -145,14 +146,6 @@ class ReasoningParser:
 def _may_start(text: str, marker: str) -> bool:
     """Return whether the text begins with the marker, or may once it continues."""
     return text.startswith(marker) or marker.startswith(text)
-
-
-def _partial_length(text: str, marker: str) -> int:
-    """Return the length of the longest end of the text that the marker may continue."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
 
 
 def _strip_line_breaks(text: str) -> str:

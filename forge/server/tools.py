@@ -17,11 +17,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import llguidance
+
 from forge.errors import InvalidRequest
-from forge.request import Structure, num_properties
+from forge.request import Structure, StructureKind, num_properties
 from forge.server.errors import excerpt
+from forge.server.harmony import HarmonyGrammarBuilder
 from forge.server.protocol import invalid_field_error, missing_field_error
-from forge.server.tool_formats import CallableTool, ToolCallFormat, ToolGrammarBuilder
+from forge.server.response_format import NamedStructure
+from forge.server.tool_formats import CallableTool, CallFormat, HarmonyFormat, ToolCallFormat
+from forge.server.tool_grammar import ToolGrammarBuilder, write_json_rule
+from forge.server.tool_parameters import parameter_problem
 from forge.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -59,12 +65,55 @@ class ToolSet(NamedTuple):
     max_calls: int
     finish_reason: str
 
-    def structure(self, call_format: ToolCallFormat, tokenizer: Tokenizer) -> Structure:
-        """Return the structure of the answer of a model that writes calls in this format."""
+    def structure(
+        self, call_format: CallFormat, tokenizer: Tokenizer, answer: NamedStructure | None
+    ) -> Structure:
+        """Return the structure of the answer of a model that writes calls in this format.
+
+        answer   structure of an answer without calls; None: any text
+
+        Raises InvalidRequest for what the format cannot express.
+        """
+        self._check_parameters(call_format)
         builder = create_grammar_builder(call_format, tokenizer)
         return Structure.grammar(
-            builder.build_grammar(self.callable_tools, self.min_calls, self.max_calls)
+            builder.build_grammar(
+                self.callable_tools,
+                self.min_calls,
+                self.max_calls,
+                "" if answer is None else _answer_rule(answer, call_format),
+            )
         )
+
+    def _check_parameters(self, call_format: CallFormat) -> None:
+        if isinstance(call_format, HarmonyFormat) or call_format.parameters is None:
+            return
+        for field_path, tool in zip(self.field_paths, self.callable_tools, strict=True):
+            problem = parameter_problem(tool.parameters, call_format.parameters)
+            if problem is not None:
+                raise InvalidRequest(
+                    f"{field_path}.parameters", problem, "Simplify it", "invalid_schema"
+                )
+
+
+def _answer_rule(answer: NamedStructure, call_format: CallFormat) -> str:
+    """Return the right side of a rule for an answer without calls. Raises InvalidRequest."""
+    kind, text, _ = answer.structure
+    problem = None
+    if kind is StructureKind.GRAMMAR:
+        problem = "a grammar and tools together are not supported"
+    elif isinstance(call_format, ToolCallFormat) and not call_format.trigger:
+        problem = "the model's calls cannot be told from other structured answers"
+    if problem is not None:
+        raise InvalidRequest(
+            answer.field,
+            problem,
+            'Set tool_choice to "none", or leave one of them out',
+            "conflicting_parameters",
+        )
+    if kind is StructureKind.REGEX:
+        return f"/{llguidance.regex_to_lark(text, '')}/"
+    return write_json_rule(json.loads(text))
 
 
 def parse_tools(tools: object, choice: object, parallel: bool | None) -> ToolSet | None:
@@ -76,22 +125,19 @@ def parse_tools(tools: object, choice: object, parallel: bool | None) -> ToolSet
                 raise InvalidRequest(name, "there are no tools", "Leave it out, or give tools")
         return None
     names = [definition["function"]["name"] for definition in definitions]
-    required_name = _parse_tool_choice(choice, names)
-    if choice == "none":
+    mode, allowed_names = _parse_tool_choice(choice, names)
+    if mode == "none":
         return None
-    callable_definitions = (
-        definitions if required_name is None else [definitions[names.index(required_name)]]
-    )
-    functions = [definition["function"] for definition in callable_definitions]
+    functions = [definitions[names.index(name)]["function"] for name in allowed_names]
     return ToolSet(
         definitions=tuple(definitions),
         callable_tools=tuple(
             CallableTool(each["name"], _strip_annotations(each["parameters"])) for each in functions
         ),
         field_paths=tuple(_field_path(names.index(each["name"])) for each in functions),
-        min_calls=0 if choice in (None, "auto") else 1,
-        max_calls=1 if required_name is not None or parallel is False else MAX_TOOL_CALLS,
-        finish_reason="tool_calls" if required_name is None else "stop",
+        min_calls=0 if mode == "auto" else 1,
+        max_calls=1 if mode == "function" or parallel is False else MAX_TOOL_CALLS,
+        finish_reason="stop" if mode == "function" else "tool_calls",
     )
 
 
@@ -99,30 +145,71 @@ def _field_path(index: int) -> str:
     return f"tools[{index}].function"
 
 
-def _parse_tool_choice(choice: object, names: list[str]) -> str | None:
-    """Return the name of the one tool that must be called, or None. Raises InvalidRequest."""
-    if choice is None or (isinstance(choice, str) and choice in TOOL_CHOICES):
-        return None
+def _parse_tool_choice(choice: object, names: list[str]) -> tuple[str, list[str]]:
+    """Return the mode and the names of the tools that may be called. Raises InvalidRequest.
+
+    The mode is one of TOOL_CHOICES, or `function`: one call of the one tool.
+    """
+    if choice is None:
+        return "auto", names
+    if isinstance(choice, str) and choice in TOOL_CHOICES:
+        return choice, names
     if not isinstance(choice, dict):
         raise invalid_field_error(
             "tool_choice", f"it is neither one of {', '.join(TOOL_CHOICES)} nor an object"
         )
-    if choice.get("type") != "function":
-        raise InvalidRequest(
-            "tool_choice.type",
-            "only function is supported",
-            "Name a function",
-            "unsupported_parameter",
-        )
-    _check_keys("tool_choice", choice, {"type", "function"})
-    function = choice.get("function")
+    match choice.get("type"):
+        case "function":
+            return "function", [_parse_named_tool("tool_choice", choice, names)]
+        case "allowed_tools":
+            return _parse_allowed_tools(choice, names)
+    raise InvalidRequest(
+        "tool_choice.type",
+        "only function and allowed_tools are supported",
+        "Name a function",
+        "unsupported_parameter",
+    )
+
+
+def _parse_named_tool(param: str, item: Mapping[str, Any], names: list[str]) -> str:
+    """Return the name in {"type": "function", "function": {"name": ...}}."""
+    _check_keys(param, item, {"type", "function"})
+    function = item.get("function")
     if not isinstance(function, dict):
-        raise invalid_field_error("tool_choice.function", "it is not an object", "invalid_type")
-    _check_keys("tool_choice.function", function, {"name"})
+        raise invalid_field_error(f"{param}.function", "it is not an object", "invalid_type")
+    _check_keys(f"{param}.function", function, {"name"})
     name = function.get("name")
     if name not in names:
-        raise invalid_field_error("tool_choice.function.name", "there is no tool of this name")
+        raise invalid_field_error(f"{param}.function.name", "there is no tool of this name")
     return str(name)
+
+
+def _parse_allowed_tools(choice: Mapping[str, Any], names: list[str]) -> tuple[str, list[str]]:
+    param = "tool_choice.allowed_tools"
+    _check_keys("tool_choice", choice, {"type", "allowed_tools"})
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, dict):
+        raise invalid_field_error(param, "it is not an object", "invalid_type")
+    _check_keys(param, allowed, {"mode", "tools"})
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise invalid_field_error(f"{param}.mode", "it is neither auto nor required")
+    if not isinstance(tools, list) or not tools:
+        raise invalid_field_error(f"{param}.tools", "it is not a list of tools", "invalid_type")
+    allowed_names: list[str] = []
+    for index, tool in enumerate(tools):
+        path = f"{param}.tools[{index}]"
+        if not isinstance(tool, dict):
+            raise invalid_field_error(path, "it is not an object", "invalid_type")
+        if tool.get("type") != "function":
+            raise InvalidRequest(
+                f"{path}.type",
+                "only function is supported",
+                "Give functions",
+                "unsupported_parameter",
+            )
+        allowed_names.append(_parse_named_tool(path, tool, names))
+    return str(mode), list(dict.fromkeys(allowed_names))
 
 
 def _parse_definitions(tools: object) -> list[dict[str, Any]]:
@@ -304,13 +391,17 @@ def mentions_tools(template: str) -> bool:
     return _MENTIONS_TOOLS.search(template) is not None
 
 
-def create_grammar_builder(call_format: ToolCallFormat, tokenizer: Tokenizer) -> ToolGrammarBuilder:
+def create_grammar_builder(
+    call_format: CallFormat, tokenizer: Tokenizer
+) -> ToolGrammarBuilder | HarmonyGrammarBuilder:
     """Return a builder of grammars for the answers of a model with this format."""
-    texts = f"{call_format.begin}{call_format.separator or ''}{call_format.end}"
     names = {tokenizer.decode([token]): token for token in tokenizer.special_token_ids}
-    return ToolGrammarBuilder(
-        call_format, {name: token for name, token in names.items() if name and name in texts}
-    )
+    special_ids = {
+        name: token for name, token in names.items() if name and name in call_format.texts
+    }
+    if isinstance(call_format, HarmonyFormat):
+        return HarmonyGrammarBuilder(special_ids)
+    return ToolGrammarBuilder(call_format, special_ids)
 
 
 def check_renders_tool_calls(param: str, tokenizer: Tokenizer) -> None:

@@ -99,6 +99,8 @@ def open_server(
     api_keys: tuple[str, ...] = (),
     prepare: Callable[[AsyncLLM], None] = lambda llm: None,
     clock: ManualClockLoop | None = None,
+    reasoning_parser: str | None = None,
+    tool_call_parser: str | None = None,
     **options: Any,
 ) -> Iterator[RunningServer]:
     """Serve on a free port until the end of the block."""
@@ -111,7 +113,13 @@ def open_server(
     llm = AsyncLLM(model, **{**numbers, **options})
     prepare(llm)
     with create_listener("127.0.0.1", 0, api_keys) as socket_:
-        app = create_app(llm, served_model_name="hash", api_keys=api_keys)
+        app = create_app(
+            llm,
+            served_model_name="hash",
+            api_keys=api_keys,
+            reasoning_parser=reasoning_parser,
+            tool_call_parser=tool_call_parser,
+        )
         with serve_app(llm, app, socket_, clock=clock) as (url, client):
             yield RunningServer(url, llm, client)
 
@@ -615,7 +623,6 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
     ({"suffix": "end"}, "suffix", "unsupported_parameter"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "unsupported_parameter"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", "unsupported_parameter"),
     ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
     ({"kv_transfer_params": {}}, "kv_transfer_params", "unsupported_parameter"),

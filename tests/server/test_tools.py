@@ -16,22 +16,22 @@ from forge.async_llm import AsyncLLM
 from forge.models.hash import HashModel
 from forge.request import Structure
 from forge.server.chat import ChatRequest
+from forge.server.output_events import ArgumentsPiece, CallStart, OutputEvent, TextPiece
 from forge.server.protocol import parse_request
 from forge.server.tool_formats import (
     FORMATS,
     HERMES,
     LLAMA,
     MISTRAL,
-    ArgumentsPiece,
+    MISTRAL_ARGS,
+    QWEN3_CODER,
     CallableTool,
-    CallStart,
-    OutputEvent,
-    TextPiece,
+    CallFormat,
     ToolCallFormat,
-    ToolCallParser,
-    ToolGrammarBuilder,
     find_format,
 )
+from forge.server.tool_grammar import ToolGrammarBuilder
+from forge.server.tool_parser import ToolCallParser
 from forge.server.tools import MAX_JSON_DEPTH, MAX_TOOL_CALLS, MAX_TOOL_PROPERTIES, MAX_TOOLS
 from forge.structured_output import LLGuidanceBackend
 from forge.tokenizer import ByteTokenizer
@@ -62,6 +62,15 @@ def tool(name: str = "weather", **function: Any) -> dict[str, Any]:
 WEATHER = tool(description="Of a city", parameters=CITY)
 TOOLS = [WEATHER, tool("now")]
 NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    """Return the fields of a request with TOOLS of which these may be called."""
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    return {"tools": TOOLS, "tool_choice": choice}
+
+
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
@@ -481,8 +490,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {}}, "tool_choice.type", "unsupported_parameter"),
     (
         {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
-        "tool_choice.type",
-        "unsupported_parameter",
+        "tool_choice.allowed_tools",
+        "invalid_type",
+    ),
+    (allowed_tools("none", "now"), "tool_choice.allowed_tools.mode", "invalid_value"),
+    (allowed_tools("auto"), "tool_choice.allowed_tools.tools", "invalid_type"),
+    (
+        allowed_tools("auto", "other"),
+        "tool_choice.allowed_tools.tools[0].function.name",
+        "invalid_value",
     ),
     (
         {"tools": TOOLS, "tool_choice": {"type": "function"}},
@@ -517,11 +533,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": None, "parallel_tool_calls": False}, "parallel_tool_calls", "invalid_value"),
     ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
     (
-        {"tools": TOOLS, "response_format": {"type": "json_object"}},
-        "response_format",
+        {"tools": TOOLS, "grammar": 'start: "a"'},
+        "grammar",
         "conflicting_parameters",
     ),
-    ({"tools": TOOLS, "regex": "a"}, "regex", "conflicting_parameters"),
+    (
+        {"tools": TOOLS, "regex": "a", "response_format": {"type": "json_object"}},
+        "regex",
+        "conflicting_parameters",
+    ),
     ({"tools": TOOLS, "allowed_token_ids": [98]}, "allowed_token_ids", "invalid_value"),
     ({"tools": TOOLS, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "un"),
     (chat_with_call(type="custom"), f"{CALL}.type", "unsupported_parameter"),
@@ -640,17 +660,25 @@ def grammar_allows(text: str, form: ToolCallFormat, fewest: int, max_calls: int 
     return False
 
 
+JSON_FORMATS = {
+    name: form
+    for name, form in FORMATS.items()
+    if isinstance(form, ToolCallFormat) and form.parameters is None
+}
+"""Formats whose arguments are a JSON object."""
+
+
 def format_calls(form: ToolCallFormat, *calls: tuple[str, str]) -> str:
     between = form.separator or ""
-    whole = [f"{form.call_prefix(name)}{arguments}}}" for name, arguments in calls]
+    whole = [f"{form.call_prefix(name)}{arguments}{form.call_suffix}" for name, arguments in calls]
     return form.begin + between.join(whole) + form.end
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", JSON_FORMATS.values(), ids=JSON_FORMATS)
 def test_a_grammar_allows_calls_that_fit_and_nothing_else(form: ToolCallFormat) -> None:
     one = format_calls(form, ("weather", '{"city": "Oslo"}'))
-    two = format_calls(form, ("weathers", '{"x": 5, "more": {"}": ["\\"{"]}}'), ("weather", "{}"))
-    two = two.replace(": {}}", ': {"city": "Rome"}}')
+    rome = ("weather", '{"city": "Rome"}')
+    two = format_calls(form, ("weathers", '{"x": 5, "more": {"}": ["\\"{"]}}'), rome)
     several = form.separator is not None
     for fewest in (0, 1):
         assert grammar_allows(one, form, fewest) and grammar_allows(one, form, fewest, 1)
@@ -712,15 +740,17 @@ def test_the_white_space_options_of_a_schema_are_ignored() -> None:
     [
         ('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}', HERMES),
         ('{{- "[TOOL_CALLS] [" }}', MISTRAL),
-        ('{{- "[TOOL_CALLS][" }}', FORMATS["mistral, without a space"]),
+        ('{{- "[TOOL_CALLS][" }}', FORMATS["mistral_compact"]),
         ('\'Respond in the format {"name": function name, "parameters": dictionary\'', LLAMA),
         ('<tool_call>\\n<function=f>"arguments"', None),
-        ('"[TOOL_CALLS]" + name + "[ARGS]"', None),
+        ("<tool_call>\n<function=f>\n<parameter=x>", QWEN3_CODER),
+        ('"[TOOL_CALLS]" + name + "[ARGS]"', MISTRAL_ARGS),
+        ('"[TOOL_CALLS]" + name + "[CALL_ID]" + id + "[ARGS]"', None),
         ("<tool_call>", None),
         ("", None),
     ],
 )
-def test_a_template_decides_the_format(template: str, form: ToolCallFormat | None) -> None:
+def test_a_template_decides_the_format(template: str, form: CallFormat | None) -> None:
     assert find_format(template) == form
 
 
@@ -740,14 +770,14 @@ SNIPPETS = st.sampled_from(
     ]
 )
 TEXTS = st.lists(LETTERS | SNIPPETS, max_size=30).map("".join)
-FORMS = st.sampled_from([*FORMATS.values()])
+FORMS = st.sampled_from([*JSON_FORMATS.values()])
 
 
 def parse_text(
     form: ToolCallFormat, parts: Sequence[str], names: Sequence[str] = ("f", "ff")
 ) -> list[OutputEvent]:
     """Return the events of a text that comes in these parts, equal neighbours merged."""
-    reader = ToolCallParser(form, names)
+    reader = ToolCallParser(form, [CallableTool(name, {}) for name in names])
     events = [event for part in parts for event in reader.push(part)] + reader.flush()
     joined: list[OutputEvent] = []
     for event in events:
@@ -804,13 +834,13 @@ def test_calls_are_read_whole_whatever_their_arguments(
     for value in arguments_texts:
         expected += [CallStart("ff"), ArgumentsPiece(value)]
     assert parse_text(form, [text]) == expected
-    reader = ToolCallParser(form, ["ff"])
+    reader = ToolCallParser(form, [CallableTool("ff", {})])
     reader.push(text)
     assert not reader.is_open and reader.num_calls == len(arguments_texts)
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
-    reader = ToolCallParser(HERMES, ["f"])
+    reader = ToolCallParser(HERMES, [CallableTool("f", {})])
     assert reader.push("a <") == [TextPiece("a ")]
     assert reader.push("t") == []
     assert reader.push("x<tool_call>\n{") == [TextPiece("<tx")]
@@ -835,10 +865,10 @@ def test_text_after_a_call_is_text_without_the_end_of_the_call() -> None:
 
 def test_reading_takes_time_in_proportion_to_the_text() -> None:
     """Near misses one after the other, and one long string of quotes and braces."""
-    near = ToolCallParser(HERMES, [f"{'f' * 63}{i}" for i in range(10)])
+    near = ToolCallParser(HERMES, [CallableTool(f"{'f' * 63}{i}", {}) for i in range(10)])
     text = ('<tool_call>\n{"name": "' + "f" * 63) * 300
     assert "".join(event[0] for event in near.push(text) + near.flush()) == text
-    inside = ToolCallParser(HERMES, ["f"])
+    inside = ToolCallParser(HERMES, [CallableTool("f", {})])
     long = '{"a": "' + '\\"{' * 200_000
     assert inside.push(f"{HERMES.begin}{HERMES.call_prefix('f')}{long}")[1:] == [
         ArgumentsPiece(long)
