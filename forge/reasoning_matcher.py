@@ -12,7 +12,7 @@ reasoning ends.
 
 A token that completes the end marker has no byte after it: the structure begins with a token. An
 output that may begin with the marker or with its structure is matched as both until a token
-decides; reasoning that has begun wins.
+decides; reasoning that has started wins.
 
 Always true: the mask follows from the committed tokens alone.
 """
@@ -100,7 +100,7 @@ class ReasoningMatcher:
         self._masks = masks
         self._create_matcher = create_matcher
         self._position: int | None = 0  # None: no reasoning can come any more
-        # None: the structure has not begun, and cannot begin with the output
+        # None: the structure has not started, and cannot start with the output
         self._matcher = create_matcher() if masks.start else None
         self.mask = self._compute_mask()
 

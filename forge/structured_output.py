@@ -470,7 +470,7 @@ def _build_grammar(structure: Structure) -> str:
     kind, text, _ = structure
     match kind:
         case StructureKind.REGEX:
-            return _wrap_lark(f"start: /{llguidance.regex_to_lark(text, '')}/")
+            return _wrap_lark(f"start: {write_regex_rule(text)}")
         case StructureKind.GRAMMAR:
             count = len(re.findall(r'"\s*:', text))
             if count > MAX_GRAMMAR_KEYS:
@@ -481,6 +481,11 @@ def _build_grammar(structure: Structure) -> str:
             return _wrap_lark(text)
         case StructureKind.JSON_SCHEMA:
             return _build_schema_grammar(text)
+
+
+def write_regex_rule(pattern: str) -> str:
+    """Return the right side of a grammar's rule for text that the whole pattern matches."""
+    return f"/{llguidance.regex_to_lark(pattern, '')}/"
 
 
 def _build_schema_grammar(text: str) -> str:

@@ -61,7 +61,7 @@ class ChatFormats(NamedTuple):
 
     @property
     def has_channels(self) -> bool:
-        """Whether answers are messages in channels, as those of gpt-oss."""
+        """True where answers are messages in channels, as those of gpt-oss."""
         return self.reasoning is HARMONY or isinstance(self.calls, HarmonyFormat)
 
     def find_reasoning(self, prompt: Sequence[int], tokenizer: Tokenizer) -> Reasoning | None:

@@ -21,7 +21,7 @@ from forge.server.tool_parameters import ToolParameter
 _QUOTE_OR_BRACE = re.compile(r'["{}]')
 _QUOTE_OR_BACKSLASH = re.compile(r'["\\]')
 _VALUE_END = re.compile(r'["\[\]{}<,)\n]')
-"""What a value outside strings ends at, or counts: no scalar of JSON has one of these."""
+"""Characters that end a value or count its depth: no scalar of JSON has one of them."""
 
 
 class ArgumentsReader(Protocol):

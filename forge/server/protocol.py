@@ -146,7 +146,7 @@ REMEDIES: Mapping[str, str] = {
     "use_beam_search": "Use n and a temperature, and choose by logprobs",
     "web_search_options": "Give a search of your own as a tool",
 }
-"""What to do instead of a field that is refused by name."""
+"""Remedies for fields that are refused by name."""
 
 # Errors of a scalar's type, which are reported as a wrong value; others are a wrong type.
 _SCALAR_ERRORS = {

@@ -23,7 +23,7 @@ from forge.server.output_events import OutputEvent, ReasoningPiece, TextPiece
 from forge.tokenizer import Tokenizer
 
 PROMPT_TAIL_TOKENS = 64
-"""Tokens at the end of a prompt that show whether the template has begun the reasoning."""
+"""Tokens at the end of a prompt that show whether the template has started the reasoning."""
 MAX_LINE_BREAKS = 2
 """Line breaks next to a marker that belong to it: before it, and at the start of an answer."""
 

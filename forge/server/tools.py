@@ -17,8 +17,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import llguidance
-
 from forge.errors import InvalidRequest
 from forge.request import Structure, StructureKind, num_properties
 from forge.server.errors import excerpt
@@ -28,6 +26,7 @@ from forge.server.response_format import NamedStructure
 from forge.server.tool_formats import CallableTool, CallFormat, HarmonyFormat, ToolCallFormat
 from forge.server.tool_grammar import ToolGrammarBuilder, write_json_rule
 from forge.server.tool_parameters import parameter_problem
+from forge.structured_output import write_regex_rule
 from forge.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -103,7 +102,7 @@ def _answer_rule(answer: NamedStructure, call_format: CallFormat) -> str:
     if kind is StructureKind.GRAMMAR:
         problem = "a grammar and tools together are not supported"
     elif isinstance(call_format, ToolCallFormat) and not call_format.trigger:
-        problem = "the model's calls cannot be told from other structured answers"
+        problem = "the model's calls look like other structured answers"
     if problem is not None:
         raise InvalidRequest(
             answer.field,
@@ -111,9 +110,9 @@ def _answer_rule(answer: NamedStructure, call_format: CallFormat) -> str:
             'Set tool_choice to "none", or leave one of them out',
             "conflicting_parameters",
         )
-    if kind is StructureKind.REGEX:
-        return f"/{llguidance.regex_to_lark(text, '')}/"
-    return write_json_rule(json.loads(text))
+    return (
+        write_regex_rule(text) if kind is StructureKind.REGEX else write_json_rule(json.loads(text))
+    )
 
 
 def parse_tools(tools: object, choice: object, parallel: bool | None) -> ToolSet | None:

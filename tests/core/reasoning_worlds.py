@@ -73,7 +73,7 @@ class PieceTokenizer(ByteTokenizer):
 
 TOKENIZER = PieceTokenizer()
 BACKEND = LLGuidanceBackend(TOKENIZER, TOKENIZER.vocab_size, (0,))
-"""Compiles the structures for `check_tokens`, apart from those of the engines."""
+"""Compiles the structures for `check_tokens`, separate from those of the engines."""
 
 
 def draw_schema(rng: Random, depth: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def split_text(text: str, reasoning: Reasoning) -> tuple[str, str | None]:
-    """Return reasoning and answer of a text; None: the answer has not begun."""
+    """Return reasoning and answer of a text; None: the answer has not started."""
     begin, end = reasoning
     if begin and not text.startswith(begin):
         return "", text

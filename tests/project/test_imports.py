@@ -37,6 +37,7 @@ ENGINE_AND_BELOW = {
         "prefix_cache",
         "scheduler",
         "engine",
+        "reasoning_matcher",
         "structured_output",
         "tokenizer",
     ),
@@ -82,8 +83,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "prefix_cache": {"blocks", "config", "host_cache", "kv_events", "request", "sequence"},
     "cpu_count": set(),
     "mask_threads": set(),
+    "reasoning_matcher": {"request", "sequence"},
     "structured_output": {
-        *("errors", "feedback_queue", "mask_threads", "request", "tokenizer"),
+        *("errors", "feedback_queue", "mask_threads", "reasoning_matcher"),
+        *("request", "sequence", "tokenizer"),
     },
     "feedback_queue": set(),
     "grammar_sandbox": {"errors", "feedback_queue", "request", "structured_output", "tokenizer"},
@@ -93,7 +96,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "drafting": {"blocks", "config", "draft_length", "proposers", "seam", "sequence"},
     "recording": {"config", "errors", "request", "seam", "sessions"},
     "scheduler": ENGINE_AND_BELOW
-    - {"recording", "tokenizer", "engine", "scheduler", "structured_output"},
+    - {"reasoning_matcher", "recording", "tokenizer", "engine", "scheduler", "structured_output"},
     "engine": ENGINE_AND_BELOW - {"engine"} | {"cpu_count", "feedback_queue", "mask_threads"},
     "overhead": {"config", "engine", "request", "seam"},
     "invariants": {
