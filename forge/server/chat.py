@@ -260,12 +260,14 @@ async def build_request(
                 queue, request_body, [prompt], params, head
             )
         except InvalidRequest as error:
-            if tools is None or error.field != "structure":
+            answer = request_body.named_structure
+            fields = ["structure"] if answer is None else ["structure", answer.field]
+            if tools is None or error.field not in fields:
                 raise
             if error.code != TOO_COSTLY_CODE:
-                await _check_tools(queue, tools)
-            with _relabel_structure_error("tools"):
-                raise
+                await _check_parts(queue, request_body, tools)
+            code = error.code if error.code == TOO_COSTLY_CODE else "invalid_schema"
+            raise InvalidRequest("tools", error.problem, error.remedy, code) from None
     return request
 
 
@@ -282,8 +284,11 @@ def _read_params_and_prompt(
         return replace(params, structure=structure), prompt
 
 
-async def _check_tools(queue: AdmissionQueue, tools: ToolSet) -> None:
-    """Raise InvalidRequest for the first tool whose parameters cannot be compiled."""
+async def _check_parts(queue: AdmissionQueue, request_body: ChatRequest, tools: ToolSet) -> None:
+    """Raise InvalidRequest for the answer's structure or the first tool that cannot be compiled."""
+    if request_body.structure is not None:
+        with request_body.relabel_structure_error():
+            await queue.check_structure(SamplingParams(structure=request_body.structure))
     for field_path, tool in zip(tools.field_paths, tools.callable_tools, strict=True):
         with _relabel_structure_error(f"{field_path}.parameters"):
             structure = Structure.json_schema(tool.parameters)

@@ -332,6 +332,7 @@ def coder_server() -> Any:
         yield running
 
 
+PATH = "/v1/chat/completions"
 WEATHER = tool(parameters=PARAMETERS)
 ROME = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
@@ -351,7 +352,7 @@ def test_a_server_with_a_named_format_returns_calls_in_it(coder_server: RunningS
 def test_a_tool_that_the_format_cannot_express_is_refused(coder_server: RunningServer) -> None:
     body = {"model": "hash", "messages": [{"role": "user", "content": "a"}]}
     bad = tool(parameters={"type": "object", "anyOf": [{}]})
-    answer = coder_server.post("/v1/chat/completions", **body, tools=[bad])
+    answer = coder_server.post(PATH, **body, tools=[bad])
     check_envelope(answer, 400, "tools[0].function.parameters", "invalid_schema")
 
 
@@ -371,6 +372,15 @@ def test_an_answer_has_its_response_format_or_calls(
         assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
     else:
         assert (message["content"], choice["finish_reason"]) == (script, "stop")
+
+
+def test_the_field_that_cannot_be_compiled_is_named(coder_server: RunningServer) -> None:
+    body = {"model": "hash", "messages": [{"role": "user", "content": "a"}]}
+    bad = tool(parameters={"type": "object", "properties": {"a": {"type": "foo"}}})
+    answer = coder_server.post(PATH, **body, tools=[bad], regex="a")
+    check_envelope(answer, 400, "tools[0].function.parameters", "invalid_schema")
+    answer = coder_server.post(PATH, **body, tools=[WEATHER], regex="[")
+    check_envelope(answer, 400, "regex", "invalid_regex")
 
 
 def test_only_allowed_tools_are_called_and_all_are_in_the_prompt(
