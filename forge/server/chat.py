@@ -349,6 +349,11 @@ class ChatCompletionResponse:
         self._chunk_head = json.dumps(chunk_head, separators=(",", ":"))[:-1] + ',"choices":['
         self._usage_in_every_chunk = request_body.usage_in_every_chunk
         self._null_usage = ',"usage":null' if request_body.includes_usage else ""
+        self._returns_ids = bool(request_body.return_token_ids)
+        self._unsent_prompt_ids = ""  # JSON of the prompt's ids, for the first chunk
+        if self._returns_ids and request_body.stream:
+            prompt_ids = json.dumps(list(request.prompt), separators=(",", ":"))
+            self._unsent_prompt_ids = f',"prompt_token_ids":{prompt_ids}'
         self._completion_tokens = 0
         self._cached_tokens = NOTHING_CACHED
         self._unstarted_choices = set(range(request.params.n))  # their role is not sent yet
@@ -376,10 +381,12 @@ class ChatCompletionResponse:
                     "message": message,
                     "logprobs": self._logprobs_object(content),
                     "finish_reason": chat_choice.finish_reason(choice.finish_reason),
+                    **({"token_ids": choice.token_ids} if self._returns_ids else {}),
                 }
             )
             yield 1 + len(choice.token_ids) // TOKENS_PER_SLICE
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        prompt = {"prompt_token_ids": output.prompt_token_ids} if self._returns_ids else {}
+        return {**self._head, **prompt, "choices": choices, "usage": self.usage()}
 
     def chunks(self, _: int, delta: TextDelta) -> list[str]:
         """Return the JSON of each event for a delta; a choice's first event has its role."""
@@ -398,6 +405,8 @@ class ChatCompletionResponse:
             finish = f'"{chat_choice.finish_reason(delta.finish_reason)}"'
         *first, last = deltas or ["{}"]
         chunks += [self._chunk(delta.choice, piece, "null", "null") for piece in first]
+        if self._returns_ids:
+            finish += f',"token_ids":{json.dumps(delta.token_ids, separators=(",", ":"))}'
         # A delta may be empty: its text is held back while it may begin a call.
         if deltas or self._usage_in_every_chunk or (finish, logprobs) != ("null", "null"):
             chunks.append(self._chunk(delta.choice, last, logprobs, finish))
@@ -418,9 +427,11 @@ class ChatCompletionResponse:
         return counts
 
     def _chunk(self, index: int, delta: str, logprobs: str, finish: str) -> str:
-        usage = self._null_usage
+        usage = self._unsent_prompt_ids + self._null_usage
         if self._usage_in_every_chunk:
-            usage = f',"usage":{json.dumps(self.usage(), separators=(",", ":"))}'
+            counts = json.dumps(self.usage(), separators=(",", ":"))
+            usage = f'{self._unsent_prompt_ids},"usage":{counts}'
+        self._unsent_prompt_ids = ""
         return (
             f'{self._chunk_head}{{"index":{index},"delta":{delta},'
             f'"logprobs":{logprobs},"finish_reason":{finish}}}]{usage}}}'

@@ -54,6 +54,7 @@ class StreamingRequest(SamplingRequest):
     n: IntegerField = None
     best_of: IntegerField = None
     stream: BooleanField = None
+    return_token_ids: BooleanField = None
     stream_options: Annotated[
         StreamOptions | None,
         Field(description="an object with include_usage, continuous_usage_stats: true or false"),
@@ -159,6 +160,7 @@ class GenerateRequest(PromptRequest):
         "echo": (False,),
         "logprobs": (),
         "n": (1,),
+        "return_token_ids": (False,),
         "stream": (False,),
         "stream_options": (),
     }
@@ -281,6 +283,10 @@ def usage(
     }
 
 
+def _compact_json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
 class CompletionResponse:
     """The response of one call of /v1/completions, whole or in chunks.
 
@@ -316,6 +322,7 @@ class CompletionResponse:
             for p, request in enumerate(requests)
             for c in range(request.params.n)
         }
+        self._choices_without_ids = set(self._pending_echo)  # prompt ids are not sent yet
         self._logprobs: dict[tuple[int, int], LegacyLogprobs] = {}
 
     def body(self, outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
@@ -325,12 +332,17 @@ class CompletionResponse:
             self._cached_tokens = self._cached_tokens.plus(output.cached_tokens)
             for choice in output.choices:
                 logprobs = yield from self._build_logprobs(p, output, choice.logprobs)
+                ids = {
+                    "prompt_token_ids": output.prompt_token_ids,
+                    "token_ids": choice.token_ids,
+                }
                 choices.append(
                     {
                         "index": len(choices),
                         "text": self._echo_texts[p] + choice.text,
                         "logprobs": logprobs,
                         "finish_reason": choice.finish_reason,
+                        **(ids if self._request_body.return_token_ids else {}),
                     }
                 )
                 self._completion_tokens += len(choice.token_ids)
@@ -355,9 +367,23 @@ class CompletionResponse:
         finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         chunk = (
             f'{self._chunk_head}{{"index":{index},"text":{json.dumps(text)},'
-            f'"logprobs":{logprobs},"finish_reason":{finish}}}]{self._usage_so_far()}}}'
+            f'"logprobs":{logprobs},"finish_reason":{finish}{self._encode_ids(p, delta)}}}]'
+            f"{self._usage_so_far()}}}"
         )
         return (chunk,)
+
+    def _encode_ids(self, p: int, delta: TextDelta) -> str:
+        """Return the JSON members with the ids of a delta, or "" where they are not requested.
+
+        The first of each choice has those of the prompt.
+        """
+        if not self._request_body.return_token_ids:
+            return ""
+        prompt = ""
+        if (p, delta.choice) in self._choices_without_ids:
+            self._choices_without_ids.remove((p, delta.choice))
+            prompt = f',"prompt_token_ids":{_compact_json(list(self.requests[p].prompt))}'
+        return f'{prompt},"token_ids":{_compact_json(delta.token_ids)}'
 
     def last_chunks(self) -> list[str]:
         """Return the JSON of the events before [DONE]: the usage, if the request includes it."""

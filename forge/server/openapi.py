@@ -118,14 +118,17 @@ _BOOLEAN = {"type": "boolean"}
 _LOGPROB = {"type": "number", "maximum": 0}
 _FINISH_REASON = {"enum": ["stop", "length"]}
 _IDS = _list(_COUNT)
-_USAGE = _object(
-    prompt_tokens=_COUNT,
-    completion_tokens=_COUNT,
-    total_tokens=_COUNT,
-    prompt_tokens_details=_with_optional(
-        _object(cached_tokens=_COUNT),
-        cached_tokens_by_tier=_object(device=_COUNT, host=_COUNT, disk=_COUNT),
+_USAGE = _with_optional(
+    _object(
+        prompt_tokens=_COUNT,
+        completion_tokens=_COUNT,
+        total_tokens=_COUNT,
+        prompt_tokens_details=_with_optional(
+            _object(cached_tokens=_COUNT),
+            cached_tokens_by_tier=_object(device=_COUNT, host=_COUNT, disk=_COUNT),
+        ),
     ),
+    completion_tokens_details=_object(reasoning_tokens=_COUNT),
 )
 _TOP_LOGPROBS = {"type": "object", "additionalProperties": _LOGPROB}
 _LOGPROBS = _object(
@@ -154,19 +157,23 @@ _TOOL_CALL = _object(
 _MESSAGE = _with_optional(
     _object(role={"const": "assistant"}, content=_or_null(_STRING), refusal={"type": "null"}),
     tool_calls={**_list(_TOOL_CALL), "minItems": 1},
+    reasoning_content=_STRING,
+    reasoning=_STRING,
 )
 
 
 def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
     """Return the schema of a response whose choices have these properties."""
-    return _object(
+    item = _with_optional(_object(index=_COUNT, **choice), prompt_token_ids=_IDS, token_ids=_IDS)
+    schema = _object(
         id=_STRING,
         object={"const": kind},
         created=_COUNT,
         model=_STRING,
-        choices={**_list(_object(index=_COUNT, **choice)), "minItems": 1},
+        choices={**_list(item), "minItems": 1},
         usage=_USAGE,
     )
+    return _with_optional(schema, prompt_token_ids=_IDS)
 
 
 RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {

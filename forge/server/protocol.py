@@ -121,7 +121,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),

@@ -698,3 +698,21 @@ def test_the_page_names_every_field() -> None:
     page = (ROOT / "docs" / "Server.md").read_text(encoding="utf-8")
     fields = [*ChatRequest.model_fields, *ChatRequest.unsupported]
     assert [name for name in fields if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": True, "continuous_usage_stats": True}])
+def test_token_ids_are_returned_where_they_are_requested(
+    paced_server: RunningServer, options: dict[str, Any]
+) -> None:
+    body = {"max_tokens": 6, "ignore_eos": True, "n": 2, "seed": 3, "return_token_ids": True}
+    whole = post_chat(paced_server, **body)
+    assert whole["prompt_token_ids"] == ByteTokenizer().encode(RENDERED)
+    chunks = stream_chat(paced_server, **body, **({"stream_options": options} if options else {}))
+    assert [c.get("prompt_token_ids") for c in chunks if "prompt_token_ids" in c] == [
+        whole["prompt_token_ids"]
+    ]
+    for choice in whole["choices"]:
+        parts = choice_parts(chunks, choice["index"])
+        ids = [token for part in parts for token in part.get("token_ids", ())]
+        assert ids == choice["token_ids"] and len(ids) == 6
+    assert "token_ids" not in post_chat(paced_server, max_tokens=1)["choices"][0]

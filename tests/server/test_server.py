@@ -1418,3 +1418,18 @@ def test_the_page_names_every_field() -> None:
     page = (ROOT / "docs" / "Server.md").read_text(encoding="utf-8")
     fields = [*CompletionRequest.model_fields, *UNSUPPORTED_FIELDS]
     assert [name for name in fields if f"`{name}`" not in page] == []
+
+
+def test_a_completion_has_token_ids_where_they_are_requested(
+    running_server: RunningServer,
+) -> None:
+    body: dict[str, Any] = {"model": "hash", "prompt": ["ab", "c"], "max_tokens": 4}
+    body |= {"ignore_eos": True, "n": 2, "seed": 3, "return_token_ids": True}
+    whole = running_server.post("/v1/completions", **body).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in whole] == [[98, 99]] * 2 + [[100]] * 2
+    chunks = parse_chunks(running_server.post("/v1/completions", **body, stream=True).text)
+    for choice in whole:
+        parts = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        found = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
+        assert found == [choice["prompt_token_ids"]]
