@@ -63,6 +63,9 @@ from forge.server.tokenization import TokenizationEndpoints
 COUNT_RESPONSE = "answered"
 """Name in the application's state of the function that counts a connection's own responses."""
 
+BYTES_PER_ENTRY = 256
+"""Bytes of a chunk that count as an entry of a slice. An echo has large chunks."""
+
 ParamsAndPrompts: TypeAlias = tuple[SamplingParams, list[NamedPrompt]]
 T = TypeVar("T")
 
@@ -354,6 +357,7 @@ class CompletionStream(Response):
         async def send_delta(index: int, delta: TextDelta) -> None:
             for chunk in completion.chunks(index, delta):
                 await events.send_event(chunk)
+                await budget.spend(len(chunk) // BYTES_PER_ENTRY)
             await budget.spend(1 + num_entries(delta.token_ids, delta.logprobs))
 
         await generation.run_requests(

@@ -37,8 +37,9 @@ from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_choice import ChatChoice
 from forge.server.chat_formats import ChatFormats
-from forge.server.completions import MIN_LOGPROB, StreamingRequest, usage
+from forge.server.completions import StreamingRequest, usage
 from forge.server.errors import excerpt
+from forge.server.legacy_logprobs import MIN_LOGPROB
 from forge.server.messages import parse_messages
 from forge.server.protocol import (
     MAX_USER_CHARS,

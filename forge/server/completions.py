@@ -1,6 +1,6 @@
 """The requests and responses of /v1/completions and /generate.
 
-Owns the request models, the legacy logprobs block and the bodies. Knows no engine and no socket.
+Owns the request models and the bodies. Knows no engine and no socket.
 
     CompletionRequest ──► SamplingParams, one Request per prompt
     outputs of prompt p, choice c ──► choices[p * n + c]        a body, or one chunk per delta
@@ -9,8 +9,7 @@ Owns the request models, the legacy logprobs block and the bodies. Knows no engi
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,6 +18,7 @@ from forge.errors import InvalidRequest
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import NOTHING_CACHED, CachedTokens, Request, SamplingParams, TokenLogprob
 from forge.server.errors import excerpt
+from forge.server.legacy_logprobs import LegacyLogprobs, echo_text
 from forge.server.protocol import (
     MAX_TOTAL_CHOICES,
     UNSUPPORTED_FIELDS,
@@ -28,11 +28,8 @@ from forge.server.protocol import (
     PromptRequest,
     SamplingRequest,
 )
-from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork, num_entries
+from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork
 from forge.tokenizer import Tokenizer
-
-MIN_LOGPROB = -9999.0
-"""Minus infinity in JSON; OpenAI's servers use the same value."""
 
 
 class StreamOptions(BaseModel):
@@ -136,13 +133,6 @@ class CompletionRequest(PromptRequest, StreamingRequest):
             raise InvalidRequest(
                 "max_tokens", "0 leaves no token to generate", "Give 1, or use echo"
             )
-        if self.echo and self.stream and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo",
-                "a stream cannot echo with logprobs",
-                "Leave out echo, logprobs or stream",
-                "unsupported_parameter",
-            )
         return super().sampling_params()
 
     @property
@@ -182,87 +172,6 @@ class GenerateRequest(PromptRequest):
         if self.max_tokens == 0:
             raise InvalidRequest("max_tokens", "0 leaves no token to generate", "Give 1 or more")
         return super().sampling_params()
-
-
-class LegacyLogprobs:
-    """The legacy logprobs block of one choice, token by token.
-
-    tokens           text of each token
-    token_logprobs   its log probability; null for the first token of an echoed prompt
-    top_logprobs     text and log probability of the most likely tokens and of the token itself
-    text_offset      characters before the token, including those of a stop string, which is cut
-
-    special_ids   ids whose names are part of the text: see `echo_text`
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, offset: int, special_ids: Collection[int] = ()
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._special_ids = special_ids
-        self._detokenizer = tokenizer.create_detokenizer()
-        self._offset = offset
-        self._entries = self._new_entries()
-
-    def add_first(self, token: int) -> None:
-        """Add the first token of an echoed prompt, which has no log probability."""
-        self._append(token, None, None)
-
-    def add(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add the next tokens."""
-        text_of = self._tokenizer.token_text
-        for token, logprob, top in logprobs:
-            logprob = max(logprob, MIN_LOGPROB)
-            alternatives: dict[str, float] = {}
-            for other, other_logprob in top:
-                alternatives.setdefault(text_of(other), max(other_logprob, MIN_LOGPROB))
-            alternatives.setdefault(text_of(token), logprob)
-            self._append(token, logprob, alternatives)
-
-    def add_all(self, logprobs: Sequence[TokenLogprob]) -> SlicedWork[None]:
-        """Add any number of tokens, in slices."""
-        for start in range(0, len(logprobs), TOKENS_PER_SLICE):
-            batch = logprobs[start : start + TOKENS_PER_SLICE]
-            self.add(batch)
-            yield num_entries((), batch)
-
-    def restart(self, offset: int) -> None:
-        """Decode the following tokens as a new text that starts at character `offset`."""
-        self._detokenizer = self._tokenizer.create_detokenizer()
-        self._offset = offset
-        self._special_ids = ()
-
-    def take(self) -> dict[str, list[Any]]:
-        """Return the entries added since the previous call."""
-        entries, self._entries = self._entries, self._new_entries()
-        return entries
-
-    def _append(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
-        entries, name = self._entries, self._tokenizer.token_text(token)
-        if token in self._special_ids:  # a special token ends any incomplete character
-            self._offset += len(self._detokenizer.flush())
-            self._detokenizer = self._tokenizer.create_detokenizer()
-        entries["tokens"].append(name)
-        entries["token_logprobs"].append(logprob)
-        entries["top_logprobs"].append(top)
-        entries["text_offset"].append(self._offset)
-        self._offset += len(name if token in self._special_ids else self._detokenizer.push(token))
-
-    @staticmethod
-    def _new_entries() -> dict[str, list[Any]]:
-        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def echo_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of a prompt of token ids, with the names of its special ids.
-
-    `skip_special_tokens` applies to outputs only: vLLM echoes a prompt in the same way.
-    """
-    parts = groupby(ids, tokenizer.special_token_ids.__contains__)
-    return "".join(
-        "".join(map(tokenizer.token_text, part)) if is_special else tokenizer.decode(part)
-        for is_special, part in parts
-    )
 
 
 def usage(
@@ -324,6 +233,8 @@ class CompletionResponse:
         }
         self._choices_without_ids = set(self._pending_echo)  # prompt ids are not sent yet
         self._logprobs: dict[tuple[int, int], LegacyLogprobs] = {}
+        self._prompt_logprobs = [list[TokenLogprob]() for _ in requests]  # of an echo
+        self._waiting_deltas = [list[TextDelta]() for _ in requests]
 
     def body(self, outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
         """Build the whole body, in slices."""
@@ -349,28 +260,55 @@ class CompletionResponse:
                 yield 1
         return {**self._head, "choices": choices, "usage": self.usage()}
 
-    def chunks(self, p: int, delta: TextDelta) -> tuple[str, ...]:
-        """Return the JSON of each event for a delta of prompt `p`."""
-        text = self._pending_echo.pop((p, delta.choice), "") + delta.text
-        logprobs = "null"
-        if self._request_body.logprobs is not None:
-            block_logprobs = self._logprobs.get((p, delta.choice))
-            if block_logprobs is None:
-                block_logprobs = self._logprobs[p, delta.choice] = LegacyLogprobs(
-                    self._tokenizer, 0
-                )
-            block_logprobs.add(delta.logprobs)
-            logprobs = json.dumps(block_logprobs.take(), separators=(",", ":"), allow_nan=False)
+    def chunks(self, p: int, delta: TextDelta) -> Iterator[str]:
+        """Yield the JSON of each event for a delta of prompt `p`.
+
+        Deltas wait until the logprobs of the whole echoed prompt, if requested, have come.
+        """
+        prompt_logprobs, waiting = self._prompt_logprobs[p], self._waiting_deltas[p]
+        prompt_logprobs += delta.prompt_logprobs
+        waiting.append(delta)
+        if (
+            self._request_body.prompt_logprobs is not None
+            and len(prompt_logprobs) < len(self.requests[p].prompt) - 1
+        ):
+            return
+        self._waiting_deltas[p] = []
+        for each in waiting:
+            yield from self._delta_chunks(p, each)
+
+    def _delta_chunks(self, p: int, delta: TextDelta) -> Iterator[str]:
+        """Yield the chunks of a delta, of which the first of each choice has the echo."""
+        key = p, delta.choice
+        text = self._pending_echo.pop(key, "")
+        block = self._logprobs.get(key)
+        if block is None and self._request_body.logprobs is not None:
+            block = self._logprobs[key] = LegacyLogprobs(self._tokenizer, 0, self._special_ids[p])
+            if self._request_body.echo:
+                block.add_first(self.requests[p].prompt[0])
+                for start in range(0, len(self._prompt_logprobs[p]), TOKENS_PER_SLICE):
+                    block.add(self._prompt_logprobs[p][start : start + TOKENS_PER_SLICE])
+                    yield self._chunk(p, delta.choice, text, block)
+                    text = ""
+            block.restart(len(self._echo_texts[p]))
+        if block is not None:
+            block.add(delta.logprobs)
         self._completion_tokens += len(delta.token_ids)
         self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
-        index = p * self.requests[p].params.n + delta.choice
         finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        chunk = (
+        end = finish + self._encode_ids(p, delta)
+        yield self._chunk(p, delta.choice, text + delta.text, block, end)
+
+    def _chunk(
+        self, p: int, choice: int, text: str, block: LegacyLogprobs | None, end: str = "null"
+    ) -> str:
+        """Return the JSON of an event. `end` is the finish reason, and what follows it."""
+        logprobs = "null" if block is None else _compact_json(block.take())
+        index = p * self.requests[p].params.n + choice
+        return (
             f'{self._chunk_head}{{"index":{index},"text":{json.dumps(text)},'
-            f'"logprobs":{logprobs},"finish_reason":{finish}{self._encode_ids(p, delta)}}}]'
-            f"{self._usage_so_far()}}}"
+            f'"logprobs":{logprobs},"finish_reason":{end}}}]{self._usage_so_far()}}}'
         )
-        return (chunk,)
 
     def _encode_ids(self, p: int, delta: TextDelta) -> str:
         """Return the JSON members with the ids of a delta, or "" where they are not requested.

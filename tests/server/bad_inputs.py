@@ -1290,13 +1290,6 @@ FORMATS = [
         116, "a number of scores where there is one", (CHAT,), {"logprobs": 5}, code="invalid_type"
     ),
     refused_row(
-        117,
-        "an echo with scores as a stream",
-        (COMPLETIONS,),
-        {"echo": True, "stream": True, "logprobs": 1},
-        code="unsupported_parameter",
-    ),
-    refused_row(
         119,
         "a stream that is none",
         OPENAI_PATHS,

@@ -758,7 +758,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"logprobs": True}, "logprobs", "invalid_value"),
     ({"logprobs": "1"}, "logprobs", "invalid_value"),
     ({"echo": "yes"}, "echo", "invalid_type"),
-    ({"echo": True, "stream": True, "logprobs": 1}, "echo", "unsupported_parameter"),
     ({"stream": "true"}, "stream", "invalid_type"),
     ({"stream": 1}, "stream", "invalid_type"),
     ({"stream_options": {}}, "stream_options", "invalid_value"),
@@ -1433,3 +1432,21 @@ def test_a_completion_has_token_ids_where_they_are_requested(
         assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
         found = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
         assert found == [choice["prompt_token_ids"]]
+
+
+@pytest.mark.parametrize("prompt", ["Once upon a time " * 12, [98, 0, 99], "a"])
+def test_a_stream_echoes_with_logprobs_what_the_whole_answer_has(
+    running_server: RunningServer, prompt: object
+) -> None:
+    body: dict[str, Any] = {"model": "hash", "prompt": prompt, "max_tokens": 4, "echo": True}
+    body |= {"ignore_eos": True, "n": 2, "seed": 3, "logprobs": 2}
+    whole = running_server.post("/v1/completions", **body).json()["choices"]
+    answer = running_server.post("/v1/completions", **body, stream=True)
+    assert answer.status_code == 200, answer.text
+    parts = [chunk["choices"][0] for chunk in parse_chunks(answer.text)]
+    for choice in whole:
+        own = [part for part in parts if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in own) == choice["text"]
+        for key, values in choice["logprobs"].items():
+            assert [value for part in own for value in part["logprobs"][key]] == values
+        assert [part["finish_reason"] for part in own][-1] == choice["finish_reason"]

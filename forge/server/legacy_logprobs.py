@@ -1,0 +1,98 @@
+"""LegacyLogprobs: the logprobs of /v1/completions, in the older of OpenAI's two shapes.
+
+Owns the lists and the offsets of their texts. Knows no request and no response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from typing import Any
+
+from forge.request import TokenLogprob
+from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork, num_entries
+from forge.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0
+"""Minus infinity in JSON; OpenAI's servers use the same value."""
+
+
+class LegacyLogprobs:
+    """The legacy logprobs block of one choice, token by token.
+
+    tokens           text of each token
+    token_logprobs   its log probability; null for the first token of an echoed prompt
+    top_logprobs     text and log probability of the most likely tokens and of the token itself
+    text_offset      characters before the token, including those of a stop string, which is cut
+
+    special_ids   ids whose names are part of the text: see `echo_text`
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, offset: int, special_ids: Collection[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._detokenizer = tokenizer.create_detokenizer()
+        self._offset = offset
+        self._entries = self._new_entries()
+
+    def add_first(self, token: int) -> None:
+        """Add the first token of an echoed prompt, which has no log probability."""
+        self._append(token, None, None)
+
+    def add(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Add the next tokens."""
+        text_of = self._tokenizer.token_text
+        for token, logprob, top in logprobs:
+            logprob = max(logprob, MIN_LOGPROB)
+            alternatives: dict[str, float] = {}
+            for other, other_logprob in top:
+                alternatives.setdefault(text_of(other), max(other_logprob, MIN_LOGPROB))
+            alternatives.setdefault(text_of(token), logprob)
+            self._append(token, logprob, alternatives)
+
+    def add_all(self, logprobs: Sequence[TokenLogprob]) -> SlicedWork[None]:
+        """Add any number of tokens, in slices."""
+        for start in range(0, len(logprobs), TOKENS_PER_SLICE):
+            batch = logprobs[start : start + TOKENS_PER_SLICE]
+            self.add(batch)
+            yield num_entries((), batch)
+
+    def restart(self, offset: int) -> None:
+        """Decode the following tokens as a new text that starts at character `offset`."""
+        self._detokenizer = self._tokenizer.create_detokenizer()
+        self._offset = offset
+        self._special_ids = ()
+
+    def take(self) -> dict[str, list[Any]]:
+        """Return the entries added since the previous call."""
+        entries, self._entries = self._entries, self._new_entries()
+        return entries
+
+    def _append(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
+        entries, name = self._entries, self._tokenizer.token_text(token)
+        if token in self._special_ids:  # a special token ends any incomplete character
+            self._offset += len(self._detokenizer.flush())
+            self._detokenizer = self._tokenizer.create_detokenizer()
+        entries["tokens"].append(name)
+        entries["token_logprobs"].append(logprob)
+        entries["top_logprobs"].append(top)
+        entries["text_offset"].append(self._offset)
+        self._offset += len(name if token in self._special_ids else self._detokenizer.push(token))
+
+    @staticmethod
+    def _new_entries() -> dict[str, list[Any]]:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def echo_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of a prompt of token ids, with the names of its special ids.
+
+    `skip_special_tokens` applies to outputs only: vLLM echoes a prompt in the same way.
+    """
+    parts = groupby(ids, tokenizer.special_token_ids.__contains__)
+    return "".join(
+        "".join(map(tokenizer.token_text, part)) if is_special else tokenizer.decode(part)
+        for is_special, part in parts
+    )
