@@ -41,6 +41,7 @@ from forge.server.completions import StreamingRequest, usage
 from forge.server.errors import excerpt
 from forge.server.legacy_logprobs import MIN_LOGPROB
 from forge.server.messages import parse_messages
+from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import (
     MAX_USER_CHARS,
     UNSUPPORTED_FIELDS,
@@ -386,7 +387,13 @@ class ChatCompletionResponse:
                 }
             )
             yield 1 + len(choice.token_ids) // TOKENS_PER_SLICE
-        prompt = {"prompt_token_ids": output.prompt_token_ids} if self._returns_ids else {}
+        prompt: dict[str, object] = {}
+        if self._returns_ids:
+            prompt["prompt_token_ids"] = output.prompt_token_ids
+        if self._request_body.prompt_logprobs is not None:
+            prompt["prompt_logprobs"] = yield from build_prompt_logprobs(
+                output.prompt_logprobs, self._tokenizer
+            )
         return {**self._head, **prompt, "choices": choices, "usage": self.usage()}
 
     def chunks(self, _: int, delta: TextDelta) -> list[str]:

@@ -19,6 +19,7 @@ from forge.outputs import RequestOutput, TextDelta
 from forge.request import NOTHING_CACHED, CachedTokens, Request, SamplingParams, TokenLogprob
 from forge.server.errors import excerpt
 from forge.server.legacy_logprobs import LegacyLogprobs, echo_text
+from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import (
     MAX_TOTAL_CHOICES,
     UNSUPPORTED_FIELDS,
@@ -52,6 +53,7 @@ class StreamingRequest(SamplingRequest):
     best_of: IntegerField = None
     stream: BooleanField = None
     return_token_ids: BooleanField = None
+    prompt_logprobs: IntegerField = None
     stream_options: Annotated[
         StreamOptions | None,
         Field(description="an object with include_usage, continuous_usage_stats: true or false"),
@@ -80,6 +82,13 @@ class StreamingRequest(SamplingRequest):
                 "Set both to true, or leave both out",
             )
         self._check_best_of()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs",
+                "a stream has none",
+                "Leave out stream, or use echo and logprobs of /v1/completions",
+                "unsupported_parameter",
+            )
         return super().sampling_params()
 
     def _check_best_of(self) -> None:
@@ -136,9 +145,23 @@ class CompletionRequest(PromptRequest, StreamingRequest):
         return super().sampling_params()
 
     @property
-    def prompt_logprobs(self) -> int | None:
+    def echo_logprobs(self) -> int | None:
         """Top logprobs per token of the echoed prompt; None without them."""
         return self.logprobs if self.echo else None
+
+    def explicit_params(self) -> dict[str, Any]:
+        """Return the fields of SamplingParams that the request sets. Raises InvalidRequest."""
+        params, count = super().explicit_params(), self.echo_logprobs
+        if count is None:
+            return params
+        if self.prompt_logprobs not in (None, count):
+            raise InvalidRequest(
+                "prompt_logprobs",
+                "logprobs of the echo has another value",
+                "Give both the same value, or leave one out",
+                "conflicting_parameters",
+            )
+        return {**params, "prompt_logprobs": count}
 
 
 class GenerateRequest(PromptRequest):
@@ -150,6 +173,7 @@ class GenerateRequest(PromptRequest):
         "echo": (False,),
         "logprobs": (),
         "n": (1,),
+        "prompt_logprobs": (),
         "return_token_ids": (False,),
         "stream": (False,),
         "stream_options": (),
@@ -243,6 +267,11 @@ class CompletionResponse:
             self._cached_tokens = self._cached_tokens.plus(output.cached_tokens)
             for choice in output.choices:
                 logprobs = yield from self._build_logprobs(p, output, choice.logprobs)
+                scores: dict[str, object] = {}
+                if self._request_body.prompt_logprobs is not None:
+                    scores["prompt_logprobs"] = yield from build_prompt_logprobs(
+                        output.prompt_logprobs, self._tokenizer
+                    )
                 ids = {
                     "prompt_token_ids": output.prompt_token_ids,
                     "token_ids": choice.token_ids,
@@ -253,6 +282,7 @@ class CompletionResponse:
                         "text": self._echo_texts[p] + choice.text,
                         "logprobs": logprobs,
                         "finish_reason": choice.finish_reason,
+                        **scores,
                         **(ids if self._request_body.return_token_ids else {}),
                     }
                 )
@@ -269,7 +299,7 @@ class CompletionResponse:
         prompt_logprobs += delta.prompt_logprobs
         waiting.append(delta)
         if (
-            self._request_body.prompt_logprobs is not None
+            self._request_body.echo_logprobs is not None
             and len(prompt_logprobs) < len(self.requests[p].prompt) - 1
         ):
             return

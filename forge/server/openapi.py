@@ -142,6 +142,12 @@ _CHAT_LOGPROBS = _object(
     content=_list(_object(**_TOKEN_LOGPROB, top_logprobs=_list(_object(**_TOKEN_LOGPROB)))),
     refusal={"type": "null"},
 )
+_PROMPT_LOGPROB = _object(
+    logprob=_LOGPROB, rank=_or_null({"type": "integer", "minimum": 1}), decoded_token=_STRING
+)
+_PROMPT_LOGPROBS = _list(
+    _or_null({"type": "object", "additionalProperties": _PROMPT_LOGPROB, "minProperties": 1})
+)
 _MODEL = _object(
     id=_STRING,
     object={"const": "model"},
@@ -164,7 +170,8 @@ _MESSAGE = _with_optional(
 
 def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
     """Return the schema of a response whose choices have these properties."""
-    item = _with_optional(_object(index=_COUNT, **choice), prompt_token_ids=_IDS, token_ids=_IDS)
+    prompt = {"prompt_token_ids": _IDS, "prompt_logprobs": _PROMPT_LOGPROBS}
+    item = _with_optional(_object(index=_COUNT, **choice), **prompt, token_ids=_IDS)
     schema = _object(
         id=_STRING,
         object={"const": kind},
@@ -173,7 +180,7 @@ def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
         choices={**_list(item), "minItems": 1},
         usage=_USAGE,
     )
-    return _with_optional(schema, prompt_token_ids=_IDS)
+    return _with_optional(schema, **prompt)
 
 
 RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {

@@ -120,7 +120,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),

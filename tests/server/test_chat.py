@@ -716,3 +716,11 @@ def test_token_ids_are_returned_where_they_are_requested(
         ids = [token for part in parts for token in part.get("token_ids", ())]
         assert ids == choice["token_ids"] and len(ids) == 6
     assert "token_ids" not in post_chat(paced_server, max_tokens=1)["choices"][0]
+
+
+def test_a_chat_has_logprobs_of_its_prompt_where_they_are_requested(server: RunningServer) -> None:
+    entries = post_chat(server, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+    assert [None if e is None else [v["decoded_token"] for v in e.values()] for e in entries] == [
+        None,
+        *([char] for char in RENDERED[1:]),
+    ]

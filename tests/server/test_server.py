@@ -633,7 +633,6 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"expected_pause_s": -1}, "expected_pause_s", "invalid_value"),
     ({"prompt_cache_key": "x" * 129}, "prompt_cache_key", "invalid_value"),
     ({"lora_path": "file:///x"}, "lora_path", "unsupported_parameter"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
     ({"messages": []}, "messages", "unsupported_parameter"),
     ({"model": 7}, "model", "invalid_type"),
     ({"prompt": None}, "prompt", "missing_required_parameter"),
@@ -1450,3 +1449,24 @@ def test_a_stream_echoes_with_logprobs_what_the_whole_answer_has(
         for key, values in choice["logprobs"].items():
             assert [value for part in own for value in part["logprobs"][key]] == values
         assert [part["finish_reason"] for part in own][-1] == choice["finish_reason"]
+
+
+def test_a_prompt_has_logprobs_where_they_are_requested(running_server: RunningServer) -> None:
+    body: dict[str, Any] = {"model": "hash", "prompt": "abc", "max_tokens": 1, "n": 2, "echo": True}
+    whole = running_server.post("/v1/completions", **body, logprobs=3, prompt_logprobs=3).json()
+    for choice in whole["choices"]:
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None and len(rest) == 2
+        for at, entry in enumerate(rest, 1):
+            own = entry[str(99 + at - 1)]
+            assert own["logprob"] == choice["logprobs"]["token_logprobs"][at]
+            assert own["decoded_token"] == "abc"[at]
+            ranks = [each["rank"] for each in entry.values() if each["rank"] is not None]
+            assert sorted(ranks) == [1, 2, 3]
+    for more, code in (
+        ({"prompt_logprobs": 1, "stream": True}, "unsupported_parameter"),
+        ({"prompt_logprobs": 1, "logprobs": 2}, "conflicting_parameters"),
+        ({"prompt_logprobs": 21}, "invalid_value"),
+    ):
+        answer = running_server.post("/v1/completions", **body, **more)
+        check_envelope(answer, 400, "prompt_logprobs", code)
