@@ -125,6 +125,11 @@ class ReasoningMatcher:
         self._matcher = create_matcher() if masks.start else None
         self.mask = self._compute_mask()
 
+    @property
+    def structure_matcher(self) -> GrammarMatcher | None:
+        """Matcher of the structure once no reasoning can come any more, or None."""
+        return self._matcher if self._position is None else None
+
     def feed(self, token: int) -> bool:
         """Add a token that the mask allows; return True once the output is complete.
 

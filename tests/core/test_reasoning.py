@@ -8,11 +8,13 @@ from random import Random
 import pytest
 
 from forge.errors import InvalidRequest
+from forge.mask_threads import MIN_MASKS
 from forge.reasoning_matcher import ReasoningMasks
 from forge.recording import encode_request, parse_request
 from forge.request import MAX_MARKER_CHARS, Reasoning, Request, SamplingParams, Structure
 from forge.sequence import GrammarMatcher
-from tests.core.reasoning_worlds import BACKEND, MARKERS, PIECES, run_world
+from forge.structured_output import LLGuidanceBackend
+from tests.core.reasoning_worlds import BACKEND, MARKERS, PIECES, TOKENIZER, run_world
 
 THINK = Reasoning("<think>", "</think>")
 OPENED = Reasoning("", "</think>")
@@ -149,3 +151,19 @@ def test_markers_out_of_bounds_are_refused(reasoning: Reasoning) -> None:
     structure = Structure.regex("a")._replace(reasoning=reasoning)
     with pytest.raises(InvalidRequest, match="structure: "):
         SamplingParams(structure=structure)
+
+
+def test_threads_compute_the_masks_of_structures_whose_reasoning_has_ended() -> None:
+    backend = LLGuidanceBackend(TOKENIZER, len(PIECES), (0,), num_threads=2)
+    structure = Structure.regex("12{3}")._replace(reasoning=OPENED)
+    matchers = [backend.create_matcher(structure, allow_end=True) for _ in range(2 * MIN_MASKS)]
+    reasoning, ended = matchers[::2], matchers[1::2]
+    for matcher in ended:
+        feed(matcher, "</think>")
+    one, two = PIECES.index("1"), PIECES.index("2")
+    backend.advance_matchers([(each, one) for each in matchers])
+    assert all(matcher.feed(one) is False for matcher in [*reasoning, *ended[1:]])
+    assert [pieces_in(matcher.mask) for matcher in ended[1:]] == [{"2"}] * (MIN_MASKS - 1)
+    assert all("</think>" in pieces_in(matcher.mask) for matcher in reasoning)
+    with pytest.raises(AssertionError, match=f"token {one} was added and {two} is fed"):
+        ended[0].feed(two)
