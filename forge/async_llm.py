@@ -32,25 +32,43 @@ from forge.engine_loop import (
     Command,
     EndSession,
     EngineStatus,
+    Pause,
+    PauseCommand,
+    PauseResult,
     ResetPrefixCache,
     Resize,
+    Resume,
+    Sleep,
     StepReport,
+    UpdateWeights,
+    Wake,
 )
 from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
 from forge.errors import EngineClosed, EngineDead, ForgeError
-from forge.llm import DEFAULT_PARAMS, Options, Prompt, RequestFields, tokenize
+from forge.llm import (
+    DEFAULT_PARAMS,
+    Options,
+    Prompt,
+    RequestFields,
+    new_namespace,
+    parse_pause_mode,
+    tokenize,
+)
 from forge.load_report import LoadReport
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
+from forge.pause import PauseMode
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer
+from forge.weights import WeightSource
 
 RESET_DONE = ("reset", None)
 RESIZE_ANSWERED = ("resize answered", None)
+PAUSE_ANSWERED = ("pause answered", None)
 SESSION_ENDED = ("session ended", None)
 SESSION_UNKNOWN = ("no such session", None)
-COMMAND_RESULTS = (RESET_DONE, RESIZE_ANSWERED, SESSION_ENDED, SESSION_UNKNOWN)
+COMMAND_RESULTS = (RESET_DONE, RESIZE_ANSWERED, PAUSE_ANSWERED, SESSION_ENDED, SESSION_UNKNOWN)
 """End reasons of a mailbox whose command was carried out, or refused by the engine."""
 
 MAX_DELTAS_PER_READ = 128
@@ -100,6 +118,7 @@ class _Mailbox:
     num_open_choices   choices without a finish reason in the reports so far
     end_reason         (finish reason, error) once the engine sends no more; None before
     refusal            why the engine refused a command
+    pause_result       result of a command of trainers
     """
 
     loop: asyncio.AbstractEventLoop
@@ -108,6 +127,7 @@ class _Mailbox:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     end_reason: tuple[str, str | None] | None = None
     refusal: ForgeError | None = None
+    pause_result: PauseResult | None = None
 
     def close(
         self, finish_reason: str, error: str | None, refusal: ForgeError | None = None
@@ -115,6 +135,10 @@ class _Mailbox:
         self.refusal = refusal
         self.end_reason = (finish_reason, error)
         self.ready.set()
+
+    def answer(self, result: PauseResult) -> None:
+        self.pause_result = result
+        self.close(*PAUSE_ANSWERED, result.refusal)
 
 
 def _deliver_batch(batch: list[tuple[_Mailbox, Delta]]) -> None:
@@ -164,6 +188,7 @@ class AsyncLLM:
         self._has_work = False  # by the engine's latest report; readers that have left count too
         self._waits_for_session = False  # by the same: it has work, and nothing to do until then
         self._oldest_post_s: float | None = None  # by the same
+        self._num_slow_commands = 0
         self._host = host_type(model, policy, options, self._on_report, self._on_engine_end)
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
 
@@ -193,12 +218,15 @@ class AsyncLLM:
     def stalled_s(self) -> float:
         """Return the seconds since the last step while there is work; 0 for an idle engine.
 
-        0 as well while all requests wait for a paused session, as the policy decided.
+        0 as well while all requests wait for a paused session, as the policy decided, in a pause
+        of the engine, and while a trainer's command takes its time.
         """
         return time.monotonic() - self._last_progress_s if self._is_busy else 0.0
 
     @property
     def _is_busy(self) -> bool:
+        if self._num_slow_commands or self.status.is_paused:
+            return False
         return bool(self._mailboxes or self._has_work) and not self._waits_for_session
 
     def add_observer(self, observer: EngineObserver) -> None:
@@ -341,10 +369,77 @@ class AsyncLLM:
         """
         await self._carry_out(Resize(next(self._ids), num_blocks, num_host_blocks))
 
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights in the engine's latest report."""
+        return self.status.weight_version
+
+    async def pause(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        """Hold new requests until `resume`; return once no step is in flight and none begins.
+
+        mode   what open requests do: see PauseMode
+        Raises InvalidConfig for an unknown mode, EnginePaused where `resume` came first, or
+        EngineDead.
+        """
+        await self._execute(Pause(next(self._ids), parse_pause_mode(mode)))
+
+    async def resume(self) -> None:
+        """End a pause. Raises EnginePaused while the model sleeps or lacks weights."""
+        await self._execute(Resume(next(self._ids)))
+
+    async def update_weights(
+        self, source: WeightSource, version: str | None = None
+    ) -> dict[str, float]:
+        """Replace weights between two steps, and return the seconds of each part.
+
+        Without a pause, open requests go on with the new weights, as with `PauseMode.KEEP`.
+
+        source    with a spawned engine, anything but tensors of this process
+        version   name of the weights in later outputs; None: the number of updates
+        Raises InvalidWeights for a source that does not match; nothing has changed then.
+        """
+        namespace = new_namespace()
+        return await self._execute(UpdateWeights(next(self._ids), source, version, namespace))
+
+    async def sleep(self, level: int = 1) -> dict[str, float]:
+        """Release the device's memory in a pause, and return the seconds of each part.
+
+        level   1 moves the weights to host memory; 2 drops them: update all after `wake`
+        Raises EnginePaused for an engine that is not paused.
+        """
+        return await self._execute(Sleep(next(self._ids), level))
+
+    async def wake(self) -> dict[str, float]:
+        """Allocate what `sleep` released, and return the seconds of each part.
+
+        `resume` follows. Raises EnginePaused where the model does not sleep.
+        """
+        return await self._execute(Wake(next(self._ids)))
+
+    async def _execute(self, command: PauseCommand) -> dict[str, float]:
+        """Post a command of trainers, and return the seconds of its parts."""
+        is_slow = not isinstance(command, Pause)
+        self._num_slow_commands += is_slow
+        try:
+            mailbox = await self._wait_for_answer(command)
+        finally:
+            self._num_slow_commands -= is_slow
+            self._last_progress_s = time.monotonic()
+        assert mailbox.pause_result is not None, f"{command} has its answer"
+        return dict(mailbox.pause_result.times)
+
     async def _carry_out(
         self, command: EndSession | ResetPrefixCache | Resize
     ) -> tuple[str, str | None]:
-        """Post the command, and return its end reason once it was carried out.
+        """Post the command, and return its end reason once it was carried out."""
+        mailbox = await self._wait_for_answer(command)
+        assert mailbox.end_reason is not None, f"{command} has its answer"
+        return mailbox.end_reason
+
+    async def _wait_for_answer(
+        self, command: EndSession | ResetPrefixCache | Resize | PauseCommand
+    ) -> _Mailbox:
+        """Post the command, and return its mailbox once it was carried out.
 
         Raises EngineDead, or why the engine refuses it. A caller that is cancelled meanwhile takes
         nothing back.
@@ -356,7 +451,7 @@ class AsyncLLM:
             raise self._engine_error()
         if mailbox.refusal is not None:
             raise mailbox.refusal
-        return mailbox.end_reason
+        return mailbox
 
     def _submit(self, request: Request, mailbox: _Mailbox) -> None:
         if request.id in self._mailboxes:
@@ -429,6 +524,10 @@ class AsyncLLM:
             mailbox = self._mailboxes.pop(ticket, None)
             if mailbox is not None:  # None: abort_all closed it
                 _call_threadsafe(mailbox.loop, mailbox.close, *result)
+        for pause_result in report.pause_results:
+            mailbox = self._mailboxes.pop(pause_result.ticket, None)
+            if mailbox is not None:
+                _call_threadsafe(mailbox.loop, mailbox.answer, pause_result)
         for ticket, refusal in report.resizes:
             mailbox = self._mailboxes.pop(ticket, None)
             if mailbox is not None:

@@ -23,15 +23,18 @@ from forge.drafting import create_drafter
 from forge.errors import (
     DuplicateRequest,
     EngineDead,
+    EnginePaused,
     ForgeError,
     InvalidConfig,
     InvalidRequest,
+    InvalidWeights,
 )
 from forge.feedback_queue import QueueLevel
 from forge.kv_events import KVEventLog, KVEventSink
+from forge.pause import PauseMode
 from forge.policy import FCFS, Policy
 from forge.proposers import Proposer
-from forge.request import Delta, Request, SamplingParams, Structure
+from forge.request import Delta, FinishReason, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler
 from forge.seam import (
     Model,
@@ -45,6 +48,7 @@ from forge.sequence import GrammarMatcher, StopChecker
 from forge.sessions import SessionKey
 from forge.tokenizer import StopStringDetokenizer, Tokenizer, Vocabulary
 from forge.uniform_steps import FastForward
+from forge.weights import PartTimes, Sleeps, UpdatesWeights, WeightSource, WeightVersions
 
 
 def _check_output(plan: StepPlan, output: StepOutput) -> StepOutput:
@@ -134,6 +138,22 @@ class Recorder(Protocol):
         """Record that the prefix cache was reset."""
         ...
 
+    def record_pause(self, mode: PauseMode) -> None:
+        """Record that the engine was paused, before the steps in flight are committed."""
+        ...
+
+    def record_resume(self) -> None:
+        """Record the end of a pause, before the requests that came meanwhile."""
+        ...
+
+    def record_weights(self, version: str, namespace: str) -> None:
+        """Record an update of the weights, and the namespace of later blocks."""
+        ...
+
+    def record_sleep(self, level: int) -> None:
+        """Record that the content of all blocks was dropped, with the model's memory."""
+        ...
+
     def record_resize(self, num_blocks: int | None, num_host_blocks: int | None) -> None:
         """Record the new sizes of the pools; None: unchanged."""
         ...
@@ -170,6 +190,9 @@ class Engine:
     kv_events   receives the changes of the prefix cache, after each call that made some; those of a
                 call that raises come with the next ones
     proposer    replaces the proposer that `config.speculation` names
+    weights     version of the weights
+    pause_mode  how the engine was paused; None: it is not
+    sleep_level level of the model's sleep; 0: it is awake
     num_steps   plans committed or voided so far: grows while the engine makes progress
     """
 
@@ -216,20 +239,42 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._undelivered_deltas: list[Delta] = []
         self._recorder = recorder
+        self.weights = WeightVersions()
+        self.pause_mode: PauseMode | None = None
+        self.sleep_level = 0
+        self._lacks_weights = False
+        self._held_requests: dict[int, Request] = {}
 
     @property
     def has_work(self) -> bool:
         """True while `step` has a plan to make, a result to read or a delta to return."""
-        return bool(self.scheduler.has_work or self._in_flight or self._undelivered_deltas)
+        return bool(
+            self.scheduler.has_work
+            or self._in_flight
+            or self._undelivered_deltas
+            or self._held_requests
+        )
 
     @property
     def can_step(self) -> bool:
         """True while `step` would change something.
 
         False without work, and while the policy lets all requests wait for a paused session:
-        then a request, an abort or the end of a session must come first.
+        then a request, an abort or the end of a session must come first. False in a pause too.
         """
         return bool(self.scheduler.can_plan or self._in_flight or self._undelivered_deltas)
+
+    @property
+    def is_paused(self) -> bool:
+        """True in a pause that has begun: no step is in flight, and none begins."""
+        if self.pause_mode is None:
+            return False
+        return self.scheduler.is_frozen or not (self.scheduler.has_work or self._in_flight)
+
+    @property
+    def num_held_requests(self) -> int:
+        """Requests that wait for the end of a pause, in addition to those of the scheduler."""
+        return len(self._held_requests)
 
     @property
     def undelivered_deltas(self) -> tuple[Delta, ...]:
@@ -246,10 +291,18 @@ class Engine:
         return any(delta.request_id == request_id for delta in self._undelivered_deltas)
 
     def submit(self, request: Request) -> None:
-        """Queue the request. Raises InvalidRequest, and changes nothing then."""
+        """Queue the request. Raises InvalidRequest, and changes nothing then.
+
+        In a pause the request is held, and reaches the scheduler with `resume`.
+        """
         self.check(request)
         if self.is_ending(request.id):
             raise DuplicateRequest("id", f"request {request.id} is still ending", "Use a new id")
+        if self.pause_mode is not None:
+            if request.id in self._held_requests or request.id in self.scheduler.requests:
+                raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
+            self._held_requests[request.id] = request
+            return
         self.scheduler.add(request)
         if self._recorder is not None:
             self._recorder.record_submit(request)
@@ -300,7 +353,11 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End the request's open choices at the next step. Unknown and ended ids change nothing."""
-        self._undelivered_deltas += self.scheduler.abort(request_id)
+        held = self._held_requests.pop(request_id, None)
+        if held is not None:
+            self._end_held(held, FinishReason.ABORT, None)
+            return
+        self._undelivered_deltas += self.weights.label(self.scheduler.abort(request_id))
         if self._recorder is not None:
             self._recorder.record_abort(request_id)
 
@@ -382,6 +439,157 @@ class Engine:
         if self._recorder is not None:
             self._recorder.record_reset()
 
+    # Pauses.
+
+    def pause(self, mode: PauseMode) -> None:
+        """Hold new requests until `resume`, and stop: see PauseMode for those that are open.
+
+        The steps in flight are committed before this returns; `step` returns their deltas. With
+        WAIT further steps follow until `is_paused`. A second call changes the mode: KEEP or ABORT
+        can follow a WAIT that takes too long.
+        """
+        if mode is PauseMode.WAIT and self.is_paused:
+            return  # nothing is left to wait for, or it would wait for frozen requests
+        if self._recorder is not None:
+            self._recorder.record_pause(mode)
+        self.pause_mode = mode
+        if mode is PauseMode.WAIT:
+            return
+        self.scheduler.freeze()
+        self._drain()
+        if mode is PauseMode.ABORT:
+            for request_id in list(self.scheduler.requests):
+                self.abort(request_id)
+
+    def resume(self) -> None:
+        """End a pause: kept requests go on, and those that came meanwhile are queued.
+
+        Raises EnginePaused while the model sleeps, or lacks weights after it.
+        """
+        if self.pause_mode is None:
+            return
+        if self.sleep_level:
+            raise EnginePaused("the model sleeps. Wake it first")
+        if self._lacks_weights:
+            raise EnginePaused("the model has no weights after a sleep of level 2. Update them all")
+        if self._recorder is not None:
+            self._recorder.record_resume()
+        self.pause_mode = None
+        self.scheduler.unfreeze()
+        held, self._held_requests = self._held_requests, {}
+        for request in held.values():
+            try:
+                self.submit(request)
+            except ForgeError as error:  # the pool was resized meanwhile
+                self._end_held(request, FinishReason.ERROR, str(error))
+
+    def update_weights(
+        self, source: WeightSource, version: str | None = None, *, namespace: str
+    ) -> str:
+        """Replace weights between two steps, and return their version.
+
+        Open requests go on with the new weights: their tokens stay, and all keys and values are
+        computed again. No block of before is used by a later request, in any tier.
+
+        version     name of the weights; None: the number of updates
+        namespace   replaces `EngineConfig.cache_namespace`; each update needs a new one, since
+                    files outlive the engine
+        Raises InvalidWeights or InvalidConfig for a source that does not match, EnginePaused while
+        the model sleeps or a WAIT has not begun, and changes nothing then. Raises EngineDead where
+        the update failed halfway.
+        """
+        model, recorder = self.model, self._recorder
+        if not isinstance(model, UpdatesWeights):
+            raise InvalidConfig(
+                "weights", "those of this model are fixed", "Start again with the new weights"
+            )
+        version = self.weights.next_version(version)
+        if self.sleep_level:
+            raise EnginePaused("the model sleeps. Wake it first")
+        if self.pause_mode is None:
+            self.pause(PauseMode.KEEP)
+            try:
+                return self.update_weights(source, version, namespace=namespace)
+            finally:
+                self.resume()
+        self._check_paused()
+        try:
+            model.update_weights(source)
+        except InvalidWeights:
+            raise
+        except Exception as error:
+            raise EngineDead(f"an update of the weights failed halfway: {error!r}") from error
+        self._lacks_weights = False
+        self.weights.advance(version, self.scheduler.sequences.values())
+        if recorder is not None:
+            recorder.record_weights(version, namespace)
+        self.scheduler.discard_kv(f"weights {version}", namespace)
+        self._deliver_kv_events()
+        return version
+
+    def sleep(self, level: int) -> PartTimes:
+        """Release the device's memory until `wake`, and return the seconds of each part.
+
+        The content of all blocks is dropped, in every tier. Requests that the pause keeps go on
+        after `wake` and `resume`.
+
+        level   1 moves the weights to host memory; 2 drops them, and all must be updated after
+                `wake`
+        Raises InvalidConfig, or EnginePaused for an engine that is not paused.
+        """
+        model = self.model
+        if not isinstance(model, Sleeps):
+            raise InvalidConfig("sleep", "this model cannot release its memory", "End the engine")
+        if type(level) is not int or level not in (1, 2):
+            raise InvalidConfig("level", f"{str(level)[:32]} is not 1 or 2", "Give 1 or 2")
+        self._check_paused()
+        if self.sleep_level:
+            raise EnginePaused("the model sleeps already. Wake it first")
+        if self._recorder is not None:
+            self._recorder.record_sleep(level)
+        self.scheduler.freeze()
+        self.scheduler.discard_kv("the model sleeps", self.scheduler.prefix_cache.namespace)
+        self._deliver_kv_events()
+        self.sleep_level = level
+        return model.sleep(level)
+
+    def wake(self) -> PartTimes:
+        """Allocate what `sleep` released, and return the seconds of each part. `resume` follows.
+
+        Raises EnginePaused where the model does not sleep.
+        """
+        model = self.model
+        if not self.sleep_level or not isinstance(model, Sleeps):
+            raise EnginePaused("the model is awake. Call sleep first")
+        times = model.wake()
+        self._lacks_weights = self._lacks_weights or self.sleep_level == 2
+        self.sleep_level = 0
+        return times
+
+    def _check_paused(self) -> None:
+        if not self.is_paused:
+            raise EnginePaused(
+                f"the engine runs {len(self.scheduler.requests)} requests. "
+                "Wait for the pause to begin, or pause with mode keep"
+            )
+
+    def _drain(self) -> None:
+        """Commit every plan in flight, and keep the deltas for the next `step`."""
+        deltas: list[Delta] = []
+        try:
+            while self._in_flight:
+                deltas += self.step()
+        finally:
+            self._undelivered_deltas = deltas + self._undelivered_deltas
+
+    def _end_held(self, request: Request, finish: FinishReason, error: str | None) -> None:
+        self._undelivered_deltas += self.weights.label(
+            [
+                Delta(request.id, choice, finish=finish, error=error)
+                for choice in range(request.params.n)
+            ]
+        )
+
     def step(self) -> list[Delta]:
         """Plan and launch once if there is something to compute; commit the oldest plan if due.
 
@@ -405,7 +613,7 @@ class Engine:
             self._in_flight.clear()
             self.num_steps += 1
             why = f"the model failed: {error!r}"
-            deltas += self.scheduler.void(why)
+            deltas += self.weights.label(self.scheduler.void(why))
             if recorder is not None:
                 recorder.record_void(why)
             if isinstance(error, Exception) and not isinstance(error, InvalidConfig | EngineDead):
@@ -420,7 +628,7 @@ class Engine:
             committed_deltas = self.scheduler.commit(*ready)
             if recorder is not None:
                 recorder.record_commit(ready[1], committed_deltas)
-            deltas += committed_deltas
+            deltas += self.weights.label(committed_deltas)
         self._deliver_kv_events()
         return deltas
 

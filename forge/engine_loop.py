@@ -17,13 +17,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Self, TypeAlias
 
 from forge.engine import Engine
-from forge.errors import ForgeError, InvalidConfig
+from forge.errors import EngineDead, EnginePaused, ForgeError, InvalidConfig
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.kv_publisher import KVEventCounts, KVEventPublisher
+from forge.pause import PauseMode
 from forge.request import Delta, Request, Structure
 from forge.session_timers import SessionTimers
 from forge.sessions import SessionKey
 from forge.tier_status import TierStatus
+from forge.weights import PartTimes, WeightSource
 
 MAX_COMPILE_THREADS = 4
 """Structures of a level that compile at the same time. Compiling does not hold Python's lock."""
@@ -55,6 +57,41 @@ class ResetPrefixCache(NamedTuple):
     ticket: int
 
 
+class Pause(NamedTuple):
+    """Command: pause. The first report of the pause that has begun carries the ticket."""
+
+    ticket: int
+    mode: PauseMode
+
+
+class Resume(NamedTuple):
+    """Command: end a pause. The report after it carries the ticket."""
+
+    ticket: int
+
+
+class UpdateWeights(NamedTuple):
+    """Command: replace weights: see Engine.update_weights. The report after it has the ticket."""
+
+    ticket: int
+    source: WeightSource
+    version: str | None
+    namespace: str
+
+
+class Sleep(NamedTuple):
+    """Command: release the device's memory. The report after it carries the ticket."""
+
+    ticket: int
+    level: int
+
+
+class Wake(NamedTuple):
+    """Command: allocate it again. The report after it carries the ticket."""
+
+    ticket: int
+
+
 class Resize(NamedTuple):
     """Command: resize the pools whose blocks are given. The report after it carries the ticket."""
 
@@ -63,7 +100,12 @@ class Resize(NamedTuple):
     num_host_blocks: int | None
 
 
-Command: TypeAlias = Request | CheckedRequest | Abort | EndSession | ResetPrefixCache | Resize
+PauseCommand: TypeAlias = Pause | Resume | UpdateWeights | Sleep | Wake
+"""A command of trainers, with its ticket. Some take seconds, in which there is no step."""
+
+Command: TypeAlias = (
+    Request | CheckedRequest | Abort | EndSession | ResetPrefixCache | Resize | PauseCommand
+)
 """A value that `post` takes. A Request may take long: its structure may not be compiled yet."""
 
 
@@ -86,7 +128,7 @@ class _CompileFailure(NamedTuple):
 
 
 _InboxEntry: TypeAlias = (
-    _Submission | _CompileFailure | Abort | EndSession | ResetPrefixCache | Resize
+    _Submission | _CompileFailure | Abort | EndSession | ResetPrefixCache | Resize | PauseCommand
 )
 
 
@@ -101,6 +143,10 @@ class EngineStatus(NamedTuple):
     has_work            a request has not ended
     can_step            a step would change something; False as well while all requests wait for a
                         paused session
+    pause_mode          how the engine was paused; None: it is not
+    is_paused           the pause has begun: no step is in flight, and none begins
+    sleep_level         level of the model's sleep; 0: it is awake
+    weight_version      version of the weights
     num_cached_blocks   blocks that no sequence holds and whose content is kept
     num_sessions        open sessions
     num_paused_sessions   those of them without a live request
@@ -126,6 +172,10 @@ class EngineStatus(NamedTuple):
     num_used_blocks: int
     has_work: bool
     can_step: bool
+    pause_mode: str | None
+    is_paused: bool
+    sleep_level: int
+    weight_version: str
     num_cached_blocks: int
     num_sessions: int
     num_paused_sessions: int
@@ -148,11 +198,15 @@ class EngineStatus(NamedTuple):
         return cls(
             engine.num_steps,
             len(scheduler.running),
-            len(scheduler.waiting),
+            len(scheduler.waiting) + engine.num_held_requests,
             pool.num_blocks,
             pool.num_used_blocks,
             engine.has_work,
             engine.can_step,
+            None if engine.pause_mode is None else engine.pause_mode.value,
+            engine.is_paused,
+            engine.sleep_level,
+            engine.weights.current,
             pool.num_cached_blocks,
             len(scheduler.sessions),
             scheduler.num_paused_sessions,
@@ -169,6 +223,18 @@ class EngineStatus(NamedTuple):
         )
 
 
+class PauseResult(NamedTuple):
+    """Outcome of a command of trainers.
+
+    refusal   why the engine refused it; None: it was carried out
+    times     parts of the command, each with its seconds
+    """
+
+    ticket: int
+    refusal: ForgeError | None = None
+    times: PartTimes = ()
+
+
 class StepReport(NamedTuple):
     """Outcome of a step and of the commands before it.
 
@@ -178,6 +244,7 @@ class StepReport(NamedTuple):
     reset_tickets   tickets of the resets carried out
     ended_sessions  (ticket, whether the session was open) of each EndSession carried out
     resizes         (ticket, None or why it was refused) of each Resize
+    pause_results   of each command of trainers that was carried out or refused
     oldest_post_s   time of `post`, on time.monotonic(), of the request that has waited longest for
                     its first step; None where none waits
     """
@@ -190,6 +257,7 @@ class StepReport(NamedTuple):
     reset_tickets: Sequence[int]
     ended_sessions: Sequence[tuple[int, bool]]
     resizes: Sequence[tuple[int, ForgeError | None]]
+    pause_results: Sequence[PauseResult]
     oldest_post_s: float | None
 
 
@@ -200,6 +268,7 @@ class _CommandResults(NamedTuple):
     reset_tickets: list[int]
     ended_sessions: list[tuple[int, bool]]
     resizes: list[tuple[int, ForgeError | None]]
+    pause_results: list[PauseResult]
 
 
 class EngineLoop:
@@ -217,6 +286,7 @@ class EngineLoop:
         self._stopping = False
         self._executors: dict[QueueLevel, ThreadPoolExecutor] = {}
         self._compiling: dict[int, Future[None]] = {}  # requests whose structure is being compiled
+        self._waiting_pauses: list[int] = []  # tickets of pauses that have not begun
         self._timers = SessionTimers(engine.scheduler.sessions, engine.config.session_ttl_s)
 
     def post(self, command: Command) -> None:
@@ -301,6 +371,9 @@ class EngineLoop:
             start_s = time.monotonic()
             deltas = engine.step()
             step_s = time.monotonic() - start_s
+            if engine.is_paused:
+                results.pause_results.extend(map(PauseResult, self._waiting_pauses))
+                self._waiting_pauses.clear()
             queue_times_s = self._queue_times(engine.scheduler.new_request_ids, start_s)
             self._timers.start(engine.scheduler.take_paused_sessions(), start_s + step_s)
             self._on_report(
@@ -313,6 +386,7 @@ class EngineLoop:
                     results.reset_tickets,
                     results.ended_sessions,
                     results.resizes,
+                    results.pause_results,
                     self._oldest_post_s(),
                 )
             )
@@ -337,7 +411,7 @@ class EngineLoop:
 
     def _execute_commands(self) -> _CommandResults:
         """Execute the commands posted so far, and return their results."""
-        results = _CommandResults([], [], [], [])
+        results = _CommandResults([], [], [], [], [])
         reposted = set[int]()  # ids of requests posted again here: their aborts must come later
         for _ in range(len(self._inbox)):
             match entry := self._inbox.popleft():
@@ -353,6 +427,11 @@ class EngineLoop:
                     results.ended_sessions.append((ticket, self._engine.end_session(key)))
                 case Resize():
                     results.resizes.append((entry.ticket, self._resize(entry)))
+                case Pause(ticket, mode):
+                    self._engine.pause(mode)
+                    self._waiting_pauses.append(ticket)
+                case Resume() | UpdateWeights() | Sleep() | Wake():
+                    results.pause_results.extend(self._execute_pause_command(entry))
                 case _CompileFailure():
                     results.rejections.append((entry.request_id, entry.error))
                 case _Submission(command, request) if self._must_recompile(entry):
@@ -366,6 +445,33 @@ class EngineLoop:
                         self._post_times_s.pop(request.id, None)
                         results.rejections.append((request.id, str(error)))
         return results
+
+    def _execute_pause_command(
+        self, command: Resume | UpdateWeights | Sleep | Wake
+    ) -> list[PauseResult]:
+        """Execute the command; return its result, after those of pauses that it ends."""
+        engine, start_s = self._engine, time.monotonic()
+        times: PartTimes = ()
+        results: list[PauseResult] = []
+        try:
+            match command:
+                case UpdateWeights(_, source, version, namespace):
+                    engine.update_weights(source, version, namespace=namespace)
+                    times = (("update", time.monotonic() - start_s),)
+                case Sleep(_, level):
+                    times = engine.sleep(level)
+                case Wake():
+                    times = engine.wake()
+                case Resume():
+                    engine.resume()
+                    ended = EnginePaused("the pause was ended before it began. Pause again")
+                    results += [PauseResult(ticket, ended) for ticket in self._waiting_pauses]
+                    self._waiting_pauses.clear()
+        except EngineDead:
+            raise
+        except ForgeError as error:
+            return [PauseResult(command.ticket, error)]
+        return [*results, PauseResult(command.ticket, None, times)]
 
     def _resize(self, command: Resize) -> ForgeError | None:
         """Resize the pools, or return why that is refused. Memory was allocated at the start."""

@@ -9,6 +9,8 @@ A broken invariant is not here: it is an assert with its numbers, and it crashes
     │   ├── NeverFits         the cache could not hold the request even if it ran alone
     │   └── DuplicateRequest  the id belongs to a live request
     ├── InvalidConfig         an option cannot be honoured; the command line exits with 2
+    ├── InvalidWeights        a tensor does not match the model's; no weight has changed
+    ├── EnginePaused          the engine is paused or sleeps, and a command needs it to run
     ├── CacheError            a refused cache operation; the cache is unchanged
     │   ├── OutOfBlocks
     │   ├── UnknownSequence
@@ -75,6 +77,18 @@ class InvalidConfig(ForgeError, ValueError):
     def __init__(self, option: str, problem: str, remedy: str) -> None:
         super().__init__(f"{option}: {problem}. {remedy}")
         self.option = option
+
+
+class InvalidWeights(ForgeError, ValueError):
+    """The tensor `name` of an update does not match the model's. No weight has changed."""
+
+    def __init__(self, name: str, problem: str, remedy: str) -> None:
+        super().__init__(f"{name}: {problem}. {remedy}")
+        self.name = name
+
+
+class EnginePaused(ForgeError):
+    """The engine is paused, or its model sleeps; the message names the command that comes first."""
 
 
 class CacheError(ForgeError):

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import itertools
 import runpy
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, cast
 
 from forge.engine import Engine
-from forge.errors import EngineDead, InvalidConfig, InvalidRequest
+from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
 from forge.kv_event_options import KVEventOptions
 from forge.kv_publisher import KVEventPublisher
 from forge.models.loaded_model import LoadedModel
 from forge.models.loader import load_model
 from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, TextDelta
 from forge.overhead import measure_overhead
+from forge.pause import PauseMode
 from forge.policies import policy_names, policy_path
 from forge.policy import POLICIES, Policy
 from forge.progress import GenerationProgress
@@ -39,6 +41,7 @@ from forge.request import Delta, Request, SamplingParams
 from forge.start_log import StartLog
 from forge.tokenizer import Tokenizer
 from forge.version import VERSION
+from forge.weights import NamedWeights, WeightFiles, WeightSource
 
 Prompt = str | list[int]
 
@@ -322,6 +325,24 @@ def _with_index(error: InvalidRequest, index: int) -> InvalidRequest:
     return type(error)(field, error.problem, error.remedy, error.code)
 
 
+def parse_pause_mode(mode: PauseMode | str) -> PauseMode:
+    """Return the mode of that name. Raises InvalidConfig."""
+    try:
+        return PauseMode(mode)
+    except ValueError:
+        raise InvalidConfig(
+            "mode", f"{str(mode)[:32]!r} is not known", f"Give one of: {', '.join(PauseMode)}"
+        ) from None
+
+
+def new_namespace() -> str:
+    """Return a namespace for blocks of new weights, which no other engine has.
+
+    Files outlive an engine, and a version of weights may come again with another content.
+    """
+    return f"updated {secrets.token_hex(16)}"
+
+
 class LLM:
     """Offline generation on the caller's thread. `close`, or the end of a `with` block, frees it.
 
@@ -431,6 +452,56 @@ class LLM:
         """End a session, and return whether it was open. With an open request, it ends after it."""
         return self.engine.end_session(("", session_id))
 
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights: that of the last update, or "0"."""
+        return self.engine.weights.current
+
+    def pause(self, mode: PauseMode | str = PauseMode.ABORT) -> None:
+        """Stop all streams after the steps in flight, until `resume`.
+
+        mode   what open streams do: see PauseMode. With WAIT they are served to their end here,
+               and their deltas are kept until they are read
+        Raises InvalidConfig.
+        """
+        self.engine.pause(parse_pause_mode(mode))
+        while not self.engine.is_paused:
+            self._pass_to_streams(self._step())
+        self._pass_to_streams(self.engine.step())  # deltas of the steps that were in flight
+
+    def resume(self) -> None:
+        """End a pause. Raises EnginePaused while the model sleeps or lacks weights."""
+        self.engine.resume()
+
+    def update_weights(
+        self,
+        weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | WeightSource,
+        version: str | None = None,
+    ) -> str:
+        """Replace weights in place, and return their version.
+
+        Open streams go on with the new weights: keys and values of their tokens are computed again.
+
+        weights   all tensors or some, by their names in the checkpoint, on any device; or files
+        version   name of the weights in later outputs; None: the number of updates
+        Raises InvalidWeights for a tensor that does not match; nothing has changed then.
+        """
+        if not isinstance(weights, NamedWeights | WeightFiles):
+            weights = NamedWeights(dict(weights))
+        return self.engine.update_weights(weights, version, namespace=new_namespace())
+
+    def sleep(self, level: int = 1) -> dict[str, float]:
+        """Release the device's memory in a pause, and return the seconds of each part.
+
+        level   1 moves the weights to host memory; 2 drops them: update all after `wake`
+        Raises EnginePaused for an engine that is not paused.
+        """
+        return dict(self.engine.sleep(level))
+
+    def wake(self) -> dict[str, float]:
+        """Allocate what `sleep` released, and return the seconds of each part. `resume` follows."""
+        return dict(self.engine.wake())
+
     def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
         """Submit the request and yield an empty delta; then yield the request's deltas."""
         self._submit(request)
@@ -450,6 +521,7 @@ class LLM:
     ) -> Request:
         if self._closed:
             raise EngineDead("the engine was closed. Open another LLM")
+        self._check_running()
         request = Request(next(self._ids), tokenize(self.tokenizer, prompt), params, **fields)
         self.engine.check(request)
         return request
@@ -465,8 +537,14 @@ class LLM:
     def _step(self) -> list[Delta]:
         """Run one step of the engine, in which all open requests advance."""
         if not self.engine.can_step:
+            if self.engine.is_paused:
+                self._check_running()
             self._expire_longest_pause()
         return self.engine.step()
+
+    def _check_running(self) -> None:
+        if self.engine.pause_mode is not None:
+            raise EnginePaused("the engine is paused, and makes no step. Call resume first")
 
     def _pass_to_streams(self, deltas: Iterable[Delta]) -> None:
         """Keep each delta until its stream is read; drop those of streams that were dropped."""

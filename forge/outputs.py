@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from forge.request import (
+    INITIAL_WEIGHTS,
     NOTHING_CACHED,
     CachedTokens,
     Delta,
+    OutputWeights,
     Request,
     SamplingParams,
     TokenLogprob,
@@ -33,6 +35,7 @@ class TextDelta(NamedTuple):
     finish_reason   "stop", "length", "abort" or "error" in the last delta of a choice, else None
     error           what went wrong when finish_reason is "error"
     cached_tokens   those of the prompt, in the last delta of the choice that ran first
+    weights         weights that the choice was sampled with, in its last delta
     """
 
     choice: int
@@ -43,11 +46,15 @@ class TextDelta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
     cached_tokens: CachedTokens = NOTHING_CACHED
+    weights: OutputWeights = INITIAL_WEIGHTS
 
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """A continuation of a prompt."""
+    """A continuation of a prompt.
+
+    weights   version of the weights at its end, and how many tokens are of earlier ones
+    """
 
     index: int
     text: str = ""
@@ -55,6 +62,7 @@ class ChoiceOutput:
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
+    weights: OutputWeights = INITIAL_WEIGHTS
 
     def append(self, delta: TextDelta) -> None:
         """Add the delta to this choice."""
@@ -63,6 +71,7 @@ class ChoiceOutput:
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
         self.error = delta.error
+        self.weights = delta.weights
 
 
 @dataclass(slots=True)
@@ -101,6 +110,11 @@ class RequestOutput:
     def logprobs(self) -> list[TokenLogprob]:
         """Entries for each token of the first choice, if the request has `logprobs`."""
         return self.choices[0].logprobs
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights at the end of the first choice."""
+        return self.choices[0].weights.version
 
     def append(self, delta: TextDelta) -> None:
         """Add the delta to its choice."""
@@ -143,6 +157,7 @@ class OutputProcessor:
             delta.prompt_logprobs,
             delta.error,
             delta.cached_tokens,
+            delta.weights,
         )
 
     def finish(self, finish_reason: str, error: str | None) -> list[TextDelta]:
@@ -197,6 +212,7 @@ class OutputBatch:
                 output.prompt_logprobs += delta.prompt_logprobs
             if delta.finish is not None:
                 choice.finish_reason, choice.error = delta.finish.value, delta.error
+                choice.weights = delta.weights
                 output.cached_tokens = output.cached_tokens.plus(delta.cached_tokens)
                 self._finish(choice, delta)
 
@@ -259,5 +275,6 @@ def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
             old.prompt_logprobs + new.prompt_logprobs,
             new.error,
             new.cached_tokens,
+            new.weights,
         )
     return list(by_choice.values())

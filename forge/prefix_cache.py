@@ -27,6 +27,7 @@ class PrefixCache:
     """Finds and publishes blocks of known prefixes.
 
     blocks_in_progress   hash of a block that is being computed or loaded -> id of its sequence
+    namespace            part of every block's key; a scheduler replaces it with all blocks
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PrefixCache:
         kv_events: KVEventLog | None = None,
     ) -> None:
         self.blocks_in_progress: dict[BlockHash, int] = {}
+        self.namespace = config.cache_namespace
         self._config = config
         self._pool = pool
         self._host_cache = host_cache
@@ -49,7 +51,13 @@ class PrefixCache:
 
     def root_hash(self, request: Request) -> BlockHash:
         """Return the hash before the request's first block."""
-        return root_hash(self._config.cache_namespace, request.cache_salt, self._config.block_size)
+        return root_hash(self.namespace, request.cache_salt, self._config.block_size)
+
+    def rehash(self, sequence: Sequence) -> None:
+        """Replace the hashes of a sequence without blocks, after a change of the namespace."""
+        num_blocks = len(sequence.hashes) - 1
+        sequence.hashes = [self.root_hash(sequence.request)]
+        self.extend_hashes(sequence, num_blocks)
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Return the published blocks that the sequence can start on."""

@@ -5,7 +5,7 @@ what crossed the seam and what came from outside.
 
     crc32 {"forge": ..., "config": {...}, ...}          what the engine was built with
     crc32 {"submit": {"id": 7, "prompt": [...], ...}}   from outside, between two steps
-    crc32 {"abort": 7}                                  also "resize", "end_session", "reset", ...
+    crc32 {"abort": 7}                                  also "resize", "end_session", "pause", ...
     crc32 {"plan": [3, digest, ns], "cuts": [...]}      planned; digest of all that was decided
     crc32 {"done": [2, ns], "out": [17, 4, [], ...], "ended": [...]}
                                                         committed: tokens of each row, and which
@@ -36,6 +36,7 @@ from forge.config import (
     StepCosts,
 )
 from forge.errors import InvalidConfig
+from forge.pause import PauseMode
 from forge.request import (
     Delta,
     FinishReason,
@@ -109,6 +110,22 @@ class RecordingWriter:
     def record_reset(self) -> None:
         """Write that the prefix cache was reset."""
         self._write_line({"reset": True})
+
+    def record_pause(self, mode: PauseMode) -> None:
+        """Write the pause."""
+        self._write_line({"pause": mode.value})
+
+    def record_resume(self) -> None:
+        """Write the end of the pause."""
+        self._write_line({"resume": True})
+
+    def record_weights(self, version: str, namespace: str) -> None:
+        """Write the version of new weights, and the namespace of later blocks."""
+        self._write_line({"weights": [version, namespace]})
+
+    def record_sleep(self, level: int) -> None:
+        """Write that the model has released its memory."""
+        self._write_line({"sleep": level})
 
     def record_resize(self, num_blocks: int | None, num_host_blocks: int | None) -> None:
         """Write the new sizes of the pools."""

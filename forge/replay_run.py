@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from forge.drafting import create_drafter
+from forge.pause import PauseMode
 from forge.policy import Policy
 from forge.recording import (
     Entry,
@@ -126,6 +127,18 @@ class ReplayRun:
             self.scheduler.disk_cache.add_keys(map(bytes.fromhex, entry["disk_keys"]))
         elif "reset" in entry:
             self.scheduler.reset_prefix_cache()
+        elif "pause" in entry:
+            if entry["pause"] != PauseMode.WAIT:
+                self.scheduler.freeze()
+        elif "resume" in entry:
+            self.scheduler.unfreeze()
+        elif "weights" in entry:
+            version, namespace = entry["weights"]
+            self.scheduler.discard_kv(f"weights {version}", namespace)
+        elif "sleep" in entry:
+            self.scheduler.freeze()
+            namespace = self.scheduler.prefix_cache.namespace
+            self.scheduler.discard_kv("the model sleeps", namespace)
         elif "void" in entry:
             self.deltas = self.scheduler.void(entry["void"])
         elif "plan" in entry:

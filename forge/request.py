@@ -482,6 +482,20 @@ class CachedTokens(NamedTuple):
 NOTHING_CACHED = CachedTokens()
 
 
+class OutputWeights(NamedTuple):
+    """Weights that the tokens of a choice were sampled with.
+
+    version            version at its end
+    num_stale_tokens   first tokens of the choice, which were sampled with earlier weights
+    """
+
+    version: str = "0"
+    num_stale_tokens: int = 0
+
+
+INITIAL_WEIGHTS = OutputWeights()
+
+
 class Delta(NamedTuple):
     """Gain of one choice of one request in one committed step.
 
@@ -493,6 +507,7 @@ class Delta(NamedTuple):
     prompt_logprobs   entries for prompt positions computed by this step, in order, where requested
     error             what went wrong when `finish` is ERROR
     cached_tokens     those of the prompt, in the last Delta of the choice that ran first
+    weights           weights that the choice was sampled with, in its last Delta
     """
 
     request_id: int
@@ -504,9 +519,10 @@ class Delta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
     cached_tokens: CachedTokens = NOTHING_CACHED
+    weights: OutputWeights = INITIAL_WEIGHTS
 
 
 assert Delta._fields == (
     *("request_id", "choice", "tokens", "finish", "stop_token"),
-    *("logprobs", "prompt_logprobs", "error", "cached_tokens"),
+    *("logprobs", "prompt_logprobs", "error", "cached_tokens", "weights"),
 ), "Scheduler.commit builds a Delta as a tuple of these fields"

@@ -58,6 +58,7 @@ from forge.policy import (
 from forge.policy_calls import PolicyCalls
 from forge.prefix_cache import PrefixCache
 from forge.request import (
+    INITIAL_WEIGHTS,
     NOTHING_CACHED,
     CachedTokens,
     Delta,
@@ -98,6 +99,7 @@ class Scheduler:
     ledger               plans in flight, oldest first
     next_step            number of the next plan
     gate                 running sequences whose next row waits for a commit
+    is_frozen            no row is planned: see `freeze`
     num_queried_tokens   tokens of sequences when they were first admitted
     cached_tokens        those of them that another sequence had computed, by tier
     num_uncached_tokens  those of them that no tier had
@@ -138,6 +140,7 @@ class Scheduler:
         self._session_table = SessionTable(self.pool, config.max_sessions, self._on_session_close)
         self.sessions: Mapping[SessionKey, Session] = self._session_table.sessions
         self._is_stalled = False
+        self.is_frozen = False
         self.gate = CommitGate()
         self.ledger: deque[StepPlan] = deque()
         self.cached_tokens = NOTHING_CACHED
@@ -173,8 +176,11 @@ class Scheduler:
     def can_plan(self) -> bool:
         """True while a request is live, unless the policy lets all wait for a paused session.
 
-        It is False then until a request is added or aborted, or a session ends or expires.
+        It is False then until a request is added or aborted, or a session ends or expires. While
+        frozen it is True only where a row in flight still needs its mask.
         """
+        if self.is_frozen:
+            return bool(self._late_masks())
         return bool(self.sequences) and not self._is_stalled
 
     @property
@@ -208,6 +214,17 @@ class Scheduler:
         False from the plan on that computes the last of them: decodes follow.
         """
         return sequence.id in self._prefilling
+
+    def freeze(self) -> None:
+        """Plan no row until `unfreeze`. Requests are added and aborted as before.
+
+        A plan with masks alone may still follow: without it a row in flight has no result.
+        """
+        self.is_frozen = True
+
+    def unfreeze(self) -> None:
+        """Plan rows again."""
+        self.is_frozen = False
 
     def skip_seq_ids(self, count: int) -> None:
         """Leave out the next `count` sequence ids, so that a test's ids differ from request ids."""
@@ -325,7 +342,9 @@ class Scheduler:
             self.policy_calls.raise_pending()
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
-        late_masks = collect_late_masks(self.ledger[-1], self.sequences) if self.ledger else ()
+        late_masks = self._late_masks()
+        if self.is_frozen:
+            return self._add_plan([], [], [], late_masks) if late_masks else None
         rows: list[Row] = []
         late_rows: list[int] = []
         copies: list[BlockCopy] = []
@@ -359,6 +378,10 @@ class Scheduler:
                 )
             return None
         return self._add_plan(rows, copies, late_rows, late_masks)
+
+    def _late_masks(self) -> tuple[LateMask, ...]:
+        """Return the masks that the latest plan in flight needs from the next one."""
+        return collect_late_masks(self.ledger[-1], self.sequences) if self.ledger else ()
 
     def _add_plan(
         self,
@@ -789,7 +812,7 @@ class Scheduler:
         sequences = self.sequences
         block_size = self.config.block_size
         vocab_size = self._vocab_size
-        nothing_cached = NOTHING_CACHED
+        rest = ((), None, NOTHING_CACHED, INITIAL_WEIGHTS)
         for row, result in zip(plan.rows, output.rows, strict=True):
             sequence = sequences.get(row.seq_id)
             if sequence is None:
@@ -813,8 +836,7 @@ class Scheduler:
             known.append(tokens[0])
             # A Delta is built as a tuple: a third of the time of calling the class.
             request_id, choice = sequence.request.id, sequence.choice
-            values = (request_id, choice, tokens, None, None, logprobs, (), None, nothing_cached)
-            append(new(Delta, values))
+            append(new(Delta, (request_id, choice, tokens, None, None, logprobs, *rest)))
         if output.undrafted:
             self._handle_draft_failures(output.undrafted)
         return deltas
@@ -1052,6 +1074,23 @@ class Scheduler:
         self.drafter.reset_prefix_cache()
         if self._kv_events is not None:
             self._kv_events.record_cleared()
+
+    def discard_kv(self, why: str, namespace: str) -> None:
+        """Preempt all that runs, and share no block computed so far with a later one, in any tier.
+
+        Call it between two plans, with none in flight. Sequences keep their tokens, and all their
+        positions are computed again.
+
+        namespace   replaces `EngineConfig.cache_namespace` in the keys of all later blocks
+        """
+        assert not self.ledger, f"{len(self.ledger)} plans in flight write blocks of before"
+        for sequence in list(self.running.values()):
+            self._preempt(sequence, why)
+        self.prefix_cache.namespace = namespace
+        for sequence in self.sequences.values():
+            self.prefix_cache.rehash(sequence)
+        self._session_table.forget_chains()
+        self.reset_prefix_cache()
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.queue_key)

@@ -250,6 +250,16 @@ class SessionTable:
         """
         self._cut(session, max(0, len(session.chain) - num_blocks), demote=True)
 
+    def forget_chains(self) -> None:
+        """Forget the blocks of all sessions, and which requests continue an unnamed one.
+
+        Sessions stay open, and get a chain again with their next end of a choice.
+        """
+        for session in self.sessions.values():
+            self._cut(session, 0, demote=False)
+            session.num_foreign_blocks = 0
+        self.tips.clear()
+
     @property
     def num_blocks(self) -> int:
         """Blocks in the chains of all open sessions, each counted once; some are evicted."""

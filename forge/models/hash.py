@@ -14,13 +14,21 @@ token changes them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
+from forge.errors import InvalidWeights, one_line
 from forge.models.file_moves import FileMoves
 from forge.models.host_blocks import HostBlocks
 from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
 from forge.sampling import mix, uniform
+from forge.version import install_remedy
+from forge.weights import NamedWeights, PartTimes, WeightFiles, WeightSource
+
+SEED_NAME = "seed"
+"""Name of the model's only weight."""
 
 _NUM_BASE_LOGITS = 32
 _PEAK_LOGIT = 5.0
@@ -81,9 +89,35 @@ class HashModel(LogitsModel):
         self._agreement = agreement
         self._forced_tokens = dict(forced_tokens or {})
         self._min_eos_len = min_eos_len
+        self._set_seed(seed)
+
+    def _set_seed(self, seed: int) -> None:
         self._seed = seed
         self._seed_bytes = seed.to_bytes(8, "little", signed=True)
         self._base_logits_by_index: dict[int, list[float]] = {}
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replace the seed, the only weight: an integer named `seed`. Raises InvalidWeights."""
+        weights = source.tensors if isinstance(source, NamedWeights) else _read_seed(source)
+        if weights.keys() != {SEED_NAME}:
+            raise InvalidWeights(
+                next(iter(weights.keys() - {SEED_NAME}), SEED_NAME),
+                "the model hash has one weight, the integer seed",
+                "Give that one",
+            )
+        seed = weights[SEED_NAME]
+        if type(seed) is not int or not -(2**63) <= seed < 2**63:
+            raise InvalidWeights(
+                SEED_NAME, f"{str(seed)[:64]} is not a 64-bit integer", "Give an integer"
+            )
+        self._set_seed(seed)
+        self.mark_content_stale()
+
+    def sleep(self, level: int) -> PartTimes:
+        """Drop the content of all blocks, and with level 2 the seed."""
+        if level == 2:
+            self._set_seed(0)
+        return super().sleep(level)
 
     def context_logits(self, context: Sequence[int]) -> list[float]:
         """Return one float per token. O(len(context) + vocab_size)."""
@@ -120,3 +154,26 @@ class HashModel(LogitsModel):
                 logits[token] = 3.0 * noise[token] - 1.0
             self._base_logits_by_index[index] = logits  # Complete: other threads may read it.
         return logits
+
+
+def _read_seed(source: WeightFiles) -> dict[str, int]:
+    """Return the integers of safetensors files, by their names. Raises InvalidWeights."""
+    try:
+        import safetensors
+    except ModuleNotFoundError:
+        raise InvalidWeights(
+            source.paths[0], "safetensors is not installed", install_remedy("hf")
+        ) from None
+    deserialize: Callable[[bytes], Any] = safetensors.deserialize
+    weights: dict[str, int] = {}
+    for path in source.paths:
+        try:
+            tensors = deserialize(Path(path).read_bytes())
+        except (OSError, safetensors.SafetensorError) as error:
+            raise InvalidWeights(path, one_line(error), "Write it again") from None
+        for name, tensor in tensors:
+            data = bytes(tensor["data"])
+            if tensor["dtype"] != "I64" or len(data) != 8:
+                raise InvalidWeights(name, "it is not one 64-bit integer", "Write an I64 tensor")
+            weights[name] = int.from_bytes(data, "little", signed=True)
+    return weights

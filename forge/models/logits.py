@@ -57,6 +57,7 @@ from forge.seam import (
     StepPlan,
     Verified,
 )
+from forge.weights import PartTimes
 
 _UNWRITTEN = -1
 """Content of a position that was never written. It is no token id, so a read of it is detected."""
@@ -186,6 +187,8 @@ class LogitsModel:
         self._draft = draft
         self._drawn_drafts: list[list[_DrawnDraft | None]] = []
         self._draft_probs: dict[int, Mapping[int, float]] = {}
+        self._is_asleep = False
+        self._content_offset = 0
 
     def vocab_size(self) -> int:
         """Return the width of the logits."""
@@ -219,6 +222,7 @@ class LogitsModel:
                 f"{plan.block_size}",
                 "Give both the same",
             )
+        assert not self._is_asleep, f"plan {plan.step} is for a model that sleeps"
         self._faults.forward(plan)
         self._sample_late_rows(plan.late_masks)
         undrafted = self._run_draft_plans(plan)
@@ -273,6 +277,24 @@ class LogitsModel:
         table, size = self._slots[row.slot].table, self._block_size
         for position in range(row.start, row.end):
             self._block_tokens[table[position // size]][position % size] = _UNWRITTEN
+
+    def sleep(self, level: int) -> PartTimes:
+        """Drop the content of all blocks, and refuse plans until `wake`."""
+        self._is_asleep = True
+        self._block_tokens = [self._new_block() for _ in self._block_tokens]
+        return (("kv_cache", 0.0),)
+
+    def wake(self) -> PartTimes:
+        """Accept plans again."""
+        self._is_asleep = False
+        return (("kv_cache", 0.0),)
+
+    def mark_content_stale(self) -> None:
+        """Give every position that was written so far another meaning, in files too.
+
+        So a read of what other weights have computed gives a wrong token.
+        """
+        self._content_offset += self._vocab_size
 
     def _run_draft_plans(self, plan: StepPlan) -> tuple[int, ...]:
         """Execute the draft's plans; return the sequences for which the draft failed."""
@@ -383,7 +405,8 @@ class LogitsModel:
     def _write_inputs(self, slot: _Slot, start: int, inputs: list[int]) -> None:
         size = self._block_size
         for position, token in enumerate(inputs, start):
-            self._block_tokens[slot.table[position // size]][position % size] = token
+            content = token + self._content_offset
+            self._block_tokens[slot.table[position // size]][position % size] = content
         params = slot.bind.params
         if params.has_penalties or params.prompt_logprobs is not None:
             # Rejected drafts are at positions from `start` on. The bind's history is kept.
@@ -400,6 +423,8 @@ class LogitsModel:
         for block in table[: -(-end // self._block_size)]:
             context += self._block_tokens[block]
         del context[end:]
+        if self._content_offset:
+            return array("i", [content - self._content_offset for content in context])
         return context
 
     def _prompt_logprobs(self, slot: _Slot, start: int, end: int) -> tuple[TokenLogprob, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from forge.async_llm import AsyncLLM
-from forge.engine_loop import EngineStatus, StepReport
+from forge.engine_loop import EngineStatus, PauseResult, StepReport
 from forge.engine_process import _pack_report, _unpack_report
 from forge.errors import (
     BlocksInUse,
@@ -310,8 +310,10 @@ SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
 def test_a_delta_is_the_same_after_a_pipe(fields: dict[str, Any]) -> None:
     delta = Delta(2**40, 1, **fields)
     tiers = TierStatus(*range(20, 35))
-    status = EngineStatus(*range(1, 6), True, False, *range(6, 17), tiers, KVEventCounts(3, 1))
-    figures = ([1.5, 2.5], [11], [(12, True)], [(13, None)], 12.5)
+    status = EngineStatus(
+        *range(1, 6), True, False, "keep", True, 0, "0", *range(6, 17), tiers, KVEventCounts(3, 1)
+    )
+    figures = ([1.5, 2.5], [11], [(12, True)], [(13, None)], [PauseResult(14)], 12.5)
     report = StepReport([delta], [(8, "taken")], status, 0.5, *figures)
     again = _unpack_report(*pickle.loads(pickle.dumps(_pack_report(report))))
     assert again == report
