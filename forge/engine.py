@@ -48,7 +48,8 @@ from forge.sequence import GrammarMatcher, StopChecker
 from forge.sessions import SessionKey
 from forge.tokenizer import StopStringDetokenizer, Tokenizer, Vocabulary
 from forge.uniform_steps import FastForward
-from forge.weights import PartTimes, Sleeps, UpdatesWeights, WeightSource, WeightVersions
+from forge.weight_versions import WeightVersions
+from forge.weights import PartTimes, Sleeps, UpdatesWeights, WeightSource
 
 
 def _check_output(plan: StepPlan, output: StepOutput) -> StepOutput:

@@ -475,7 +475,7 @@ class LLM:
 
     def update_weights(
         self,
-        weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | WeightSource,
+        weights: Mapping[str, object] | Iterable[tuple[str, object]] | WeightSource,
         version: str | None = None,
     ) -> str:
         """Replace weights in place, and return their version.

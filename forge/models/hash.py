@@ -13,18 +13,17 @@ token changes them.
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from forge.errors import InvalidWeights, one_line
 from forge.models.file_moves import FileMoves
 from forge.models.host_blocks import HostBlocks
 from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
 from forge.sampling import mix, uniform
-from forge.version import install_remedy
 from forge.weights import NamedWeights, PartTimes, WeightFiles, WeightSource
 
 SEED_NAME = "seed"
@@ -156,24 +155,29 @@ class HashModel(LogitsModel):
         return logits
 
 
-def _read_seed(source: WeightFiles) -> dict[str, int]:
-    """Return the integers of safetensors files, by their names. Raises InvalidWeights."""
-    try:
-        import safetensors
-    except ModuleNotFoundError:
-        raise InvalidWeights(
-            source.paths[0], "safetensors is not installed", install_remedy("hf")
-        ) from None
-    deserialize: Callable[[bytes], Any] = safetensors.deserialize
-    weights: dict[str, int] = {}
+def _read_seed(source: WeightFiles) -> dict[str, object]:
+    """Return the integers of safetensors files, by their names. Raises InvalidWeights.
+
+    The format: the header's length in 8 bytes, the header in JSON, the content of the tensors.
+    """
+    weights: dict[str, object] = {}
     for path in source.paths:
         try:
-            tensors = deserialize(Path(path).read_bytes())
-        except (OSError, safetensors.SafetensorError) as error:
-            raise InvalidWeights(path, one_line(error), "Write it again") from None
-        for name, tensor in tensors:
-            data = bytes(tensor["data"])
-            if tensor["dtype"] != "I64" or len(data) != 8:
-                raise InvalidWeights(name, "it is not one 64-bit integer", "Write an I64 tensor")
-            weights[name] = int.from_bytes(data, "little", signed=True)
+            data = Path(path).read_bytes()
+            start = 8 + int.from_bytes(data[:8], "little")
+            header = json.loads(data[8:start])
+            for name in header.keys() - {"__metadata__"}:
+                first, end = header[name]["data_offsets"]
+                if header[name]["dtype"] != "I64" or end - first != 8:
+                    raise InvalidWeights(
+                        name, "it is not one 64-bit integer", "Write an I64 tensor"
+                    )
+                content = data[start + first : start + end]
+                weights[name] = int.from_bytes(content, "little", signed=True)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, InvalidWeights):
+                raise
+            raise InvalidWeights(
+                path, f"it cannot be read: {one_line(error)}", "Write it again"
+            ) from None
     return weights

@@ -43,6 +43,7 @@ ENGINE_AND_BELOW = {
     ),
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
     *("max_len", "policy_calls", "commit_gate", "plan_rows", "step_bound", "uniform_steps"),
+    *("pause", "weights", "weight_versions"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -65,6 +66,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "request": {"errors"},
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
+    "pause": set(),
+    "weights": set(),
+    "weight_versions": {"errors", "request", "sequence"},
     "kv_events": set(),
     "blocks": {"errors", "kv_events"},
     "sessions": {"blocks", "request"},
@@ -94,7 +98,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "proposers": {"sampling"},
     "draft_length": {"config", "sequence", "acceptance"},
     "drafting": {"blocks", "config", "draft_length", "proposers", "seam", "sequence"},
-    "recording": {"config", "errors", "request", "seam", "sessions"},
+    "recording": {"config", "errors", "pause", "request", "seam", "sessions"},
     "scheduler": ENGINE_AND_BELOW
     - {"reasoning_matcher", "recording", "tokenizer", "engine", "scheduler", "structured_output"},
     "engine": ENGINE_AND_BELOW - {"engine"} | {"cpu_count", "feedback_queue", "mask_threads"},
@@ -105,7 +109,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
-        *("cpu_count", "models.*", "ranks.*", "start_log", "tier_options", "version"),
+        *("cpu_count", "models.*", "ranks.*", "start_log", "tier_options", "version", "weights"),
     },
     "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
     "outputs": {"request", "tokenizer"},
@@ -126,7 +130,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "tier_status": {"scheduler"},
     "engine_loop": {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
-        *("kv_publisher", "tier_status"),
+        *("kv_publisher", "pause", "tier_status", "weights"),
     },
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
