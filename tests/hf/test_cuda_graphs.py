@@ -435,7 +435,7 @@ def captured_model(request: pytest.FixtureRequest) -> HFModel:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
 def test_a_replayed_decode_step_gives_the_logits_of_the_step(captured_model: HFModel, rows: int):
-    device, graphs = captured_model._runner, captured_model._decode_graphs
+    device, graphs = captured_model._runner, captured_model._graphs.decode
     assert graphs is not None
     spans = [(start, start + 1) for start in (0, 1, 15, 16, 100, 70, 31, 33)[:rows]]
     ready = prepare_batch(device, spans)
@@ -478,7 +478,7 @@ CHUNKS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CHUNKS)
 def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(captured_model: HFModel, name: str):
-    device, graphs = captured_model._runner, captured_model._mixed_graphs
+    device, graphs = captured_model._runner, captured_model._graphs.mixed
     assert graphs is not None
     ready = prepare_batch(device, CHUNKS[name])
     tokens = len(ready.batch.tokens)
@@ -499,7 +499,7 @@ def test_a_replayed_chunk_gives_the_hidden_states_of_the_step(captured_model: HF
 
 @pytest.mark.gpu
 def test_a_chunk_larger_than_every_captured_graph_runs_without_one(captured_model: HFModel):
-    graphs = captured_model._mixed_graphs
+    graphs = captured_model._graphs.mixed
     assert graphs is not None
     sizes = [graphs.padded_size(tokens) for tokens in (1, 16, 17, 256, 257, 640, 641)]
     assert sizes == [16, 16, 64, 256, 640, 640, None]
@@ -547,8 +547,8 @@ def test_a_plan_with_another_layout_than_the_captured_one_runs_without_a_graph(n
     shared: dict[str, Any] = {"decodes": (1, 2, 4, 8), "kernels": "flashinfer"}
     eager = model_of(name, cuda, torch.bfloat16, chunks=(), **shared)
     model = model_of(name, cuda, torch.bfloat16, chunks=MIXED_CAPTURE_SIZES[:5], **shared)
-    assert model._mixed_graphs is not None
-    for chunks in model._mixed_graphs._captured.values():
+    assert model._graphs.mixed is not None
+    for chunks in model._graphs.mixed._captured.values():
         for chunk in chunks:
             places = chunk.attention._kernels
             places._captured_plans = dict.fromkeys(places._captured_plans, ("of no plan",))

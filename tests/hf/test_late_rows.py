@@ -21,6 +21,7 @@ from forge.models.hf.decoders.module_decoder import register_attention  # noqa: 
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
 from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
+from forge.models.hf.runner.cuda_graphs import CapturedGraphs  # noqa: E402
 from forge.models.hf.runner.input_batch import InputBatch  # noqa: E402
 from forge.models.hf.runner.model_runner import ModelRunner, padded_token_fields  # noqa: E402
 from forge.models.logits import LogitsModel  # noqa: E402
@@ -96,7 +97,12 @@ def create_models(config: EngineConfig) -> tuple[HFModel, LogitsModel, EagerGrap
     )
     runner = plain._runner
     graphs: Any = EagerGraphs(runner, 8)
-    model = HFModel(runner, vocab_size=VOCAB, eos_token=END, decode_graphs=graphs)
+    model = HFModel(
+        runner,
+        vocab_size=VOCAB,
+        eos_token=END,
+        capture_graphs=lambda: CapturedGraphs(graphs),
+    )
     rows = TABLE.tolist()
     reference = LogitsModel(
         lambda context: rows[context[-1]],

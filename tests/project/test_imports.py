@@ -222,7 +222,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("runner", "step", "speculation", "sampling"),
         *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
         "kv_cache_pool",
-        *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress"),
+        *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress", "weights"),
     ),
     "sim": (
         *("commands", "fleet_command", "reports", "run_options", "exploration", "sweep"),

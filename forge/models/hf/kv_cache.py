@@ -86,6 +86,16 @@ class KVCache:
         """Bytes of a block, over all layers."""
         return self.spec.bytes_per_token * self.block_size
 
+    def release(self) -> None:
+        """Free the memory of all blocks. Views of `data` stay; call `restore` before a step."""
+        self.data.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory that `release` freed, all zeros, perhaps at another address."""
+        with torch.inference_mode():
+            self.data.untyped_storage().resize_(self.data.numel() * self.data.itemsize)
+            self.data.zero_()
+
     def check_plan(self, num_blocks: int, block_size: int) -> None:
         """Raise InvalidConfig unless a plan over this many blocks of this size can run here."""
         if block_size != self.block_size:

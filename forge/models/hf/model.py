@@ -21,16 +21,16 @@ their tokens and distributions stay on the device too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from forge.config import MAX_DRAFTS
-from forge.errors import InvalidConfig
+from forge.errors import InvalidConfig, InvalidWeights
 from forge.models.hf.block_moves import Moves
 from forge.models.hf.runner.batch_step import BatchStep, NoFollowers, StepPublisher
-from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
+from forge.models.hf.runner.cuda_graphs import NO_GRAPHS, CapturedGraphs, no_graphs
 from forge.models.hf.runner.input_batch import build_input_batch
 from forge.models.hf.runner.late_rows import LateRows
 from forge.models.hf.runner.model_runner import ModelRunner, StepLogits, invert_order
@@ -44,7 +44,10 @@ from forge.models.hf.speculation.drafts import (
     DraftTokens,
 )
 from forge.models.hf.step import HFStep, no_answers
+from forge.models.hf.weights import ModelWeights
+from forge.models.part_watch import PartWatch
 from forge.seam import LateMask, StepPlan
+from forge.weights import PartTimes, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +69,8 @@ class _QueuedStep(NamedTuple):
 class HFModel:
     """Causal language model of transformers that executes plans.
 
-    decode_graphs   captured steps of rows of one token, or None
-    mixed_graphs    captured steps of rows of any length, or None
+    capture_graphs  captures steps as CUDA graphs, now and after each sleep
+    weights         weights that can be replaced; None: they stay as they are
     draft           draft model with the same vocabulary and slots, or None. Only this model gives
                     it plans
     moves           moves of blocks to and from host memory; None: plans have no host pool
@@ -82,16 +85,17 @@ class HFModel:
         *,
         vocab_size: int,
         eos_token: int,
-        decode_graphs: DecodeGraphs | None = None,
-        mixed_graphs: MixedGraphs | None = None,
+        capture_graphs: Callable[[], CapturedGraphs] = no_graphs,
+        weights: ModelWeights | None = None,
         draft: HFModel | None = None,
         moves: Moves | None = None,
     ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
         self._eos_token = eos_token
-        self._decode_graphs = decode_graphs
-        self._mixed_graphs = mixed_graphs
+        self._capture_graphs = capture_graphs
+        self._graphs = capture_graphs()
+        self._weights = weights
         self._moves = moves
         self._publisher: StepPublisher = NoFollowers()
         self._batch_rows: list[int] = []
@@ -135,6 +139,53 @@ class HFModel:
     def samples_late_rows(self) -> bool:
         """Return True: `forward` first queues the samples of the late rows of the plan before."""
         return True
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replace weights in place. The draft model keeps its own. Raises InvalidWeights."""
+        self._changeable_weights.update(source)
+
+    def sleep(self, level: int) -> PartTimes:
+        """Free the memory of weights, KV cache and graphs, and return the seconds of each part.
+
+        Those of the draft model too, whose weights are kept in host memory at every level.
+        """
+        watch, device = PartWatch(), self._runner.kv_cache.data.device
+        _synchronize(device)  # Moves of the last plan may still run.
+        self._last_step = None
+        self._graphs = NO_GRAPHS
+        watch.end("graphs")
+        self._changeable_weights.release(keep_content=level == 1)
+        watch.end("weights")
+        self._runner.kv_cache.release()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        watch.end("kv_cache")
+        if self._draft is not None:
+            self._draft.sleep(1)
+            watch.end("draft")
+        return watch.times
+
+    def wake(self) -> PartTimes:
+        """Allocate what `sleep` freed, capture the graphs again, and return the seconds."""
+        watch, device = PartWatch(), self._runner.kv_cache.data.device
+        self._changeable_weights.restore()
+        watch.end("weights")
+        self._runner.kv_cache.restore()
+        _synchronize(device)
+        watch.end("kv_cache")
+        self._graphs = self._capture_graphs()
+        _synchronize(device)
+        watch.end("graphs")
+        if self._draft is not None:
+            self._draft.wake()
+            watch.end("draft")
+        return watch.times
+
+    @property
+    def _changeable_weights(self) -> ModelWeights:
+        if self._weights is None:
+            raise InvalidWeights("weights", "those of this model are fixed", "Start it again")
+        return self._weights
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> HFStep:
@@ -289,22 +340,27 @@ class HFModel:
         prompt_logprobs: Sequence[PendingLogprobs]
         if batch.rows_with_drafts:
             logprobs, prompt_logprobs, step_logits, evidence = execute_and_verify(
-                runner, batch, rows, self._mixed_graphs, draft_tokens, late_rows
+                runner, batch, rows, self._graphs.mixed, draft_tokens, late_rows
             )
-        elif self._decode_graphs is not None and self._decode_graphs.can_replay(batch, rows):
-            ids, logits = self._decode_graphs.replay(batch)
+        elif self._graphs.decode is not None and self._graphs.decode.can_replay(batch, rows):
+            ids, logits = self._graphs.decode.replay(batch)
             runner.update_penalties(rows, ids)
             step_logits = StepLogits(logits, range(len(rows)))
             logprobs = runner.finish_sampling(*step_logits, rows, late_rows)
             prompt_logprobs = ()
         else:
             logprobs, prompt_logprobs, step_logits = runner.execute_model(
-                batch, rows, self._mixed_graphs, late_rows
+                batch, rows, self._graphs.mixed, late_rows
             )
         waiting = None
         if late_rows:
             waiting = LateRows(runner, rows, batch_rows, step.plan.late_rows, step_logits, logprobs)
         return _QueuedStep(batch.plan_rows, logprobs, prompt_logprobs, evidence, waiting)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _refuse_mismatched_draft(target: HFModel, draft: HFModel) -> None:

@@ -385,6 +385,12 @@ def weight_bytes(module: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
 
 
+def module_parameters(module: Any) -> dict[str, torch.Tensor]:
+    """Return the module's weights by their names. Several names may be of one tensor."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name: parameter.data for name, parameter in parameters}
+
+
 def check_memory(needed_bytes: int, device: torch.device) -> None:
     """Raise InvalidConfig where the weights alone exceed the device's memory."""
     if device.type == "cuda":

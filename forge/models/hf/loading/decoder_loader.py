@@ -44,6 +44,7 @@ from forge.models.hf.loading.checkpoint import (
     CheckpointSummary,
     check_memory,
     mean_layer_weights,
+    module_parameters,
 )
 from forge.models.hf.loading.decoder_record import DecoderRecord
 from forge.models.hf.loading.kernel_selection import (
@@ -59,6 +60,7 @@ from forge.models.hf.loading.loaded_decoder import LoadedDecoder
 from forge.models.hf.loading.partition import WHOLE, Partition
 from forge.models.hf.loading.recorded_decoder import (
     open_reader,
+    recorded_parameters,
     recorded_tensors,
     show_reading,
 )
@@ -259,7 +261,14 @@ def load_decoder(
     supports_capture = isinstance(decoder, FusedDecoder) or module._can_compile_fullgraph
     use_graphs = supports_capture and not options.enforce_eager
     return LoadedDecoder(
-        checkpoint.summary(), decoder, layers, kv_cache_spec, layer_weights, use_graphs, prefill
+        checkpoint.summary(),
+        decoder,
+        layers,
+        kv_cache_spec,
+        layer_weights,
+        use_graphs,
+        prefill,
+        module_parameters(module),
     )
 
 
@@ -301,4 +310,5 @@ def load_recorded_decoder(
         record.layer_weights,
         not options.enforce_eager,
         prefill,
+        recorded_parameters(record, decoder),
     )

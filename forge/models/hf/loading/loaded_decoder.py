@@ -7,7 +7,10 @@ Owns the value between loading and serving, and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import torch
 
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.decoders.interface import Decoder
@@ -24,6 +27,7 @@ class LoadedDecoder(NamedTuple):
     layer_weights   parameters of a layer, on average
     use_graphs      whether its steps are captured as CUDA graphs
     prefill         kernels of rows with more than one token
+    parameters      its weights by their names in the checkpoint
     """
 
     checkpoint: CheckpointSummary
@@ -33,3 +37,4 @@ class LoadedDecoder(NamedTuple):
     layer_weights: int
     use_graphs: bool
     prefill: PrefillKernels
+    parameters: Mapping[str, torch.Tensor]

@@ -70,9 +70,15 @@ from forge.models.hf.loading.recorded_decoder import create_record
 from forge.models.hf.model import HFModel
 from forge.models.hf.parallel.communicator import Communicator
 from forge.models.hf.progress import silence_transformers
-from forge.models.hf.runner.cuda_graphs import DecodeGraphs, MixedGraphs
+from forge.models.hf.runner.cuda_graphs import (
+    NO_GRAPHS,
+    CapturedGraphs,
+    DecodeGraphs,
+    MixedGraphs,
+)
 from forge.models.hf.runner.model_runner import ModelRunner
 from forge.models.hf.tokenizer import HFTokenizer
+from forge.models.hf.weights import ModelWeights
 from forge.models.loaded_model import LoadedModel
 from forge.start_log import StartLog
 
@@ -85,6 +91,7 @@ def assemble_model(
     kv_cache_spec: KVCacheSpec,
     config: EngineConfig,
     *,
+    parameters: Mapping[str, torch.Tensor] | None = None,
     vocab_size: int,
     eos_token: int,
     device: torch.device,
@@ -98,6 +105,7 @@ def assemble_model(
 ) -> HFModel:
     """Return the model with a KV cache, sampler and graphs of the config's geometry.
 
+    parameters      weights by their names in the checkpoint; None: they stay as they are
     decode_sizes    rows of decode graphs; () captures none
     mixed_sizes     tokens of graphs of mixed steps, of which those that a step may replay are used
     max_in_flight   steps that may be in flight
@@ -124,21 +132,23 @@ def assemble_model(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_in_flight=max_in_flight,
     )
-    decode_graphs, mixed_graphs = None, None
-    if decode_sizes and capturable is not None:
+    sizes = usable_capture_sizes(mixed_sizes, config.max_num_batched_tokens, config.max_model_len)
+
+    def capture_graphs() -> CapturedGraphs:
+        if not decode_sizes or capturable is None:
+            return NO_GRAPHS
         with torch.inference_mode(), pause_gc():
-            decode_graphs = DecodeGraphs(runner, decode_sizes)
-            sizes = usable_capture_sizes(
-                mixed_sizes, config.max_num_batched_tokens, config.max_model_len
+            return CapturedGraphs(
+                DecodeGraphs(runner, decode_sizes), MixedGraphs(runner, capturable, sizes)
             )
-            mixed_graphs = MixedGraphs(runner, capturable, sizes)
+
     pool, files, create_moves = host_memory.pool, host_memory.files, host_memory.create_moves
     return HFModel(
         runner,
         vocab_size=vocab_size,
         eos_token=eos_token,
-        decode_graphs=decode_graphs,
-        mixed_graphs=mixed_graphs,
+        capture_graphs=capture_graphs,
+        weights=None if parameters is None else ModelWeights(parameters),
         draft=draft,
         moves=None if pool is None else create_moves(kv_cache, pool, files),
     )
@@ -355,6 +365,7 @@ def create_model(
         loaded.layers,
         loaded.kv_cache_spec,
         config,
+        parameters=loaded.parameters,
         vocab_size=loaded.checkpoint.vocab_size,
         eos_token=eos_token,
         device=device,

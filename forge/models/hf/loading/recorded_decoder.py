@@ -33,6 +33,9 @@ from forge.models.hf.progress import log_phase, show_bar, show_progress
 
 log = logging.getLogger("forge.start")
 
+HEAD_NAME = "lm_head.weight"
+"""Name of the head that `create_record` reads. A tied one has the name of the embedding too."""
+
 NUM_READ_THREADS = 8
 """Threads that copy the weights of one layer to the device."""
 
@@ -151,6 +154,21 @@ def recorded_tensors(
         yield embedding
     else:
         yield from read([[record.head]])
+
+
+def recorded_parameters(record: DecoderRecord, decoder: FusedDecoder) -> dict[str, torch.Tensor]:
+    """Return the weights of the record's decoder by their names, as views of its tensors."""
+    parts = [[record.embedding], [], []]
+    parts += [part for layer in record.layer_names for part in layer]
+    parts += [[record.norm], [record.head]]
+    parameters: dict[str, torch.Tensor] = {}
+    for names, tensor in zip(parts, decoder.tensors(), strict=True):
+        if tensor is not None and names:
+            sizes = [record.shapes[name][0] for name in names]
+            parameters |= zip(names, tensor.split_with_sizes(sizes), strict=True)
+    if record.head == record.embedding:
+        parameters[HEAD_NAME] = parameters[record.embedding]
+    return parameters
 
 
 def _cos_sin(record: DecoderRecord, device: torch.device) -> Iterator[torch.Tensor]:

@@ -177,3 +177,18 @@ class MixedGraphs:
                 candidate.graph.replay()
                 return candidate.input_ids, candidate.hidden
         return None
+
+
+class CapturedGraphs(NamedTuple):
+    """Graphs of a model; None where none were captured."""
+
+    decode: DecodeGraphs | None = None
+    mixed: MixedGraphs | None = None
+
+
+NO_GRAPHS = CapturedGraphs()
+
+
+def no_graphs() -> CapturedGraphs:
+    """Return no graphs: each step runs as it is."""
+    return NO_GRAPHS

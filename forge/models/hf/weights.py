@@ -1,0 +1,211 @@
+"""ModelWeights: the parameters of a decoder by their names, updated and released in place.
+
+Owns the way from an update's tensors to the memory that steps read. Knows no plan and no graph.
+
+    model.layers.3.self_attn.q_proj.weight ─┐ views of
+    model.layers.3.self_attn.k_proj.weight ─┼────────► the stacked QKV weight, where it is
+    lm_head.weight ─────────────────────────┴────────► the embedding, where they are tied
+
+Captured graphs hold the addresses of weights, so an update copies into the same memory. A sleep
+frees the memory under the tensors, and all views see that which is allocated later: its address is
+another one, so graphs are captured again.
+
+Always true: names, shapes and dtypes are checked before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from forge.errors import InvalidWeights, one_line
+from forge.weights import NamedWeights, WeightFiles, WeightSource
+
+NUM_COPY_THREADS = 8
+"""Threads that copy the tensors of files: most of their time is the copy from the page cache."""
+
+
+class ModelWeights:
+    """Parameters of one model.
+
+    parameters   tensor of each name in the checkpoint, with the checkpoint's shape. Several names
+                 may be of one tensor
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._saved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
+        self._lacks_content = False
+
+    @torch.inference_mode()
+    def update(self, source: WeightSource) -> None:
+        """Copy the source's tensors over those of the same names.
+
+        A tensor is rounded to the model's dtype, as at a start. Raises InvalidWeights, and changes
+        nothing then.
+        """
+        with open_source(source) as tensors:
+            self._check(tensors)
+            if isinstance(source, WeightFiles):
+                with ThreadPoolExecutor(NUM_COPY_THREADS) as executor:
+                    list(executor.map(self._copy, tensors, tensors.values()))
+            else:
+                _synchronize(tensors.values())  # The trainer may still compute them.
+                for name, tensor in tensors.items():
+                    self._copy(name, tensor)
+            _synchronize(self._parameters.values())  # The source may change from here on.
+        self._lacks_content = False
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> None:
+        with torch.inference_mode():  # Each thread has a mode of its own.
+            self._parameters[name].copy_(tensor)
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise InvalidWeights unless each tensor can be copied to the parameter of its name."""
+        if not tensors:
+            raise InvalidWeights("weights", "there are none", "Give at least one tensor")
+        first_names: dict[tuple[int, int], str] = {}
+        for name, tensor in tensors.items():
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                raise self._unknown(name)
+            _check_tensor(name, tensor, parameter)
+            first = first_names.setdefault(_place(parameter), name)
+            if first != name and not torch.equal(tensors[first].to(tensor.device), tensor):
+                raise InvalidWeights(
+                    name,
+                    f"it differs from {first}, and the model has one tensor for both",
+                    "Give one of them",
+                )
+        if self._lacks_content:
+            for name, parameter in self._parameters.items():
+                if _place(parameter) not in first_names:
+                    raise InvalidWeights(
+                        name, "it is missing, and the model has no weights", "Give all tensors"
+                    )
+
+    def _unknown(self, name: str) -> InvalidWeights:
+        known = list(self._parameters)
+        close = difflib.get_close_matches(name, known, 1) or known[:1]
+        return InvalidWeights(
+            str(name)[:160], "the model has no such tensor", f"Its names are like {''.join(close)}"
+        )
+
+    @torch.inference_mode()
+    def release(self, *, keep_content: bool) -> None:
+        """Free the memory of all parameters, with a copy in host memory if `keep_content`."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        for parameter in self._parameters.values():
+            storage = parameter.untyped_storage()
+            # A file that is mapped into memory is none of the model's own.
+            if storage.resizable():
+                storages[storage.data_ptr()] = storage
+        for storage in storages.values():
+            num_bytes = storage.nbytes()
+            if keep_content:
+                is_pinned = storage.device.type == "cuda"
+                copy = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+                copy.copy_(_bytes_of(storage), non_blocking=True)
+                self._saved.append((storage, copy))
+            else:
+                self._saved.append((storage, num_bytes))
+        _synchronize(self._parameters.values())
+        for storage in storages.values():
+            storage.resize_(0)
+        self._lacks_content = self._lacks_content or not keep_content
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Allocate the memory that `release` freed, with its content where that was kept.
+
+        Otherwise every number is NaN until an update.
+        """
+        for storage, saved in self._saved:
+            if isinstance(saved, int):
+                storage.resize_(saved)
+            else:
+                storage.resize_(saved.numel())
+                _bytes_of(storage).copy_(saved, non_blocking=True)
+        self._saved.clear()
+        if self._lacks_content:
+            for parameter in self._parameters.values():
+                parameter.fill_(torch.nan)
+        _synchronize(self._parameters.values())
+
+
+@contextmanager
+def open_source(source: WeightSource) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Yield the tensors of the source by their names. Raises InvalidWeights.
+
+    Those of files are on the CPU, and are read when they are copied.
+    """
+    if isinstance(source, NamedWeights):
+        yield _named_tensors(source.tensors)
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    with ExitStack() as exit_stack:
+        for path in source.paths:
+            try:
+                file: Any = exit_stack.enter_context(safe_open(path, framework="pt"))
+                for name in file.keys():
+                    if name in tensors:
+                        raise InvalidWeights(name, "it is in two files", "Write it to one")
+                    tensors[name] = file.get_tensor(name)
+            except (SafetensorError, OSError, ValueError) as error:
+                if isinstance(error, InvalidWeights):
+                    raise
+                raise InvalidWeights(
+                    path, f"it cannot be read: {one_line(error)}", "Write it again"
+                ) from None
+        yield tensors
+
+
+def _named_tensors(tensors: Mapping[str, object]) -> Mapping[str, torch.Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidWeights(
+                str(name)[:160], f"a {type(tensor).__name__} is no tensor", "Give a torch.Tensor"
+            )
+        found[name] = tensor.detach()
+    return found
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    if tensor.shape != parameter.shape:
+        raise InvalidWeights(
+            name,
+            f"its shape is {list(tensor.shape)}, the model's {list(parameter.shape)}",
+            "Give the tensor of this model",
+        )
+    if (
+        not tensor.is_floating_point()
+        or tensor.element_size() < 2
+        or tensor.layout != torch.strided
+    ):
+        raise InvalidWeights(
+            name, f"its dtype is {tensor.dtype}, {tensor.layout}", "Give float32 or bfloat16"
+        )
+    if tensor.is_meta:
+        raise InvalidWeights(name, "it has no content", "Give a tensor on a CPU or GPU")
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a parameter begins. Two names of one tensor have one place."""
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize(tensors: Sequence[torch.Tensor] | Any) -> None:
+    """Wait for the GPUs that have one of the tensors."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
