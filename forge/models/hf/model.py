@@ -21,7 +21,7 @@ their tokens and distributions stay on the device too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,6 +139,10 @@ class HFModel:
     def samples_late_rows(self) -> bool:
         """Return True: `forward` first queues the samples of the late rows of the plan before."""
         return True
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return the weights by their names, each tensor once, to be read only."""
+        return self._changeable_weights.parameters()
 
     def update_weights(self, source: WeightSource) -> None:
         """Replace weights in place. The draft model keeps its own. Raises InvalidWeights."""

@@ -43,6 +43,13 @@ class ModelWeights:
         self._saved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
         self._lacks_content = False
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by their names; one of several names has the first."""
+        found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            found.setdefault(_place(parameter), (name, parameter))
+        return dict(found.values())
+
     @torch.inference_mode()
     def update(self, source: WeightSource) -> None:
         """Copy the source's tensors over those of the same names.
