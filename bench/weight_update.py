@@ -16,13 +16,14 @@ fresh start.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -156,43 +157,63 @@ def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
+class UpdatedRun(NamedTuple):
+    """Figures of an engine whose weights were updated, and its outputs.
+
+    before   outputs of weights A
+    after    outputs of weights B after each way to get them, by its name
+    """
+
+    figures: dict[str, Any]
+    before: list[list[int]]
+    after: dict[str, list[list[int]]]
+
+
+def run_updates(
+    folder: Path, new_file: Path, num_streams: int, num_tokens: int, options: Options
+) -> UpdatedRun:
+    """Measure updates and sleeps of an engine that starts with weights A; write B to the file."""
+    with LLM(str(folder), **options) as llm:
+        model = llm.engine.model
+        assert isinstance(model, HFModel), f"{folder} is a checkpoint"
+        weights = draw_weights(model, SEED + 1)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, new_file)
+        before = generate(llm, num_tokens)
+        figures: dict[str, Any] = {
+            "weights_gib": sum(each.nbytes for each in weights.values()) / GIB,
+            **measure_update(llm, weights, num_streams, num_tokens),
+        }
+        after = {"device": generate(llm, num_tokens)}
+        start_s = time.perf_counter()
+        llm.update_weights(WeightFiles((str(new_file),)))
+        figures["file_update_s"] = time.perf_counter() - start_s
+        after["file"] = generate(llm, num_tokens)
+        for level in (1, 2, 1):  # the second sleep of level 1 has its host memory
+            figures[f"level_{level}"] = measure_sleep(llm, level, weights)
+            after[f"level {level}"] = generate(llm, num_tokens)
+    return UpdatedRun(figures, before, after)
+
+
 def run(shape: str, num_streams: int, num_tokens: int, options: Options) -> dict[str, Any]:
     """Return the figures of one shape. Raises RequestFailed where something differs or is lost."""
     options = {**OPTIONS, **options}
+    dummy: Options = {**options, "load_format": "dummy"}
     with tempfile.TemporaryDirectory() as root:
-        folder, new_folder = (
-            write_shape(shape, Path(root, "a")),
-            write_shape(shape, Path(root, "b")),
-        )
+        folder = write_shape(shape, Path(root, "a"))
+        new_folder = write_shape(shape, Path(root, "b"))
         new_file = new_folder / "model.safetensors"
-        dummy: Options = {**options, "load_format": "dummy"}
-        with LLM(str(folder), **dummy) as llm:
-            model = llm.engine.model
-            assert isinstance(model, HFModel), f"{shape} is a checkpoint"
-            weights = draw_weights(model, SEED + 1)
-            weights_gib = sum(each.nbytes for each in weights.values()) / GIB
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, new_file)
-            before = generate(llm, num_tokens)
-            figures: dict[str, Any] = measure_update(llm, weights, num_streams, num_tokens)
-            outputs = {"device": generate(llm, num_tokens)}
-            start_s = time.perf_counter()
-            llm.update_weights(WeightFiles((str(new_file),)))
-            figures["file_update_s"] = time.perf_counter() - start_s
-            outputs["file"] = generate(llm, num_tokens)
-            for level in (1, 2, 1):  # the second sleep of level 1 has its host memory
-                figures[f"level_{level}"] = measure_sleep(llm, level, weights)
-                outputs[f"level {level}"] = generate(llm, num_tokens)
-        del weights
+        figures, before, after = run_updates(folder, new_file, num_streams, num_tokens, dummy)
+        gc.collect()  # The fresh start takes the memory of the engine before.
         start_s = time.perf_counter()
         with LLM(str(new_folder), **options) as llm:
             figures["fresh_start_s"] = time.perf_counter() - start_s
             expected = generate(llm, num_tokens)
-    for name, tokens in outputs.items():
+    for name, tokens in after.items():
         if tokens != expected:
             raise RequestFailed(f"after the update ({name}) outputs are not those of a fresh start")
     if before == expected:
         raise RequestFailed("both weights give the same outputs, so nothing was compared")
-    return {"shape": shape, "streams": num_streams, "weights_gib": weights_gib, **figures}
+    return {"shape": shape, "streams": num_streams, **figures}
 
 
 def _rounded(value: Any) -> Any:
