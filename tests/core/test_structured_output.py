@@ -17,6 +17,7 @@ from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
 from forge.errors import InvalidRequest
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.mask_threads import MIN_MASKS
+from forge.models.logits import FaultHooks
 from forge.models.model_wrapper import ModelWrapper
 from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, Delta, FinishReason
 from forge.structured_output import (
@@ -588,6 +589,19 @@ def serve_structured(num_threads: int, depth: int) -> tuple[list[list[Delta]], i
     while engine.has_work:
         steps.append(engine.step())
     return steps, count
+
+
+def test_a_row_that_fails_ends_its_structured_output_alone() -> None:
+    """The first row of the third step fails: its result has no token for the matcher."""
+    faults = FaultHooks(result=lambda plan: {0: "no number"} if plan.step == 2 else {})
+    engine = Engine(HashModel(num_blocks=64, block_size=4, faults=faults), config(), TOKENIZER)
+    for number in range(2):
+        params = SamplingParams(max_tokens=9, seed=1, structure=Structure.regex("[a-f]{6}"))
+        engine.submit(Request(number, (7, number + 1), params))
+    ends = {}
+    while engine.has_work:
+        ends |= {d.request_id: (d.finish, d.error) for d in engine.step() if d.finish is not None}
+    assert ends == {0: (FinishReason.ERROR, "no number"), 1: (FinishReason.STOP, None)}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
