@@ -34,6 +34,8 @@ MESSAGE, CHANNEL, START, END = "<|message|>", "<|channel|>", "<|start|>", "<|end
 BODY_ENDS = (END, "<|call|>", "<|return|>", START)
 COUNTED_ENDS = (f"{CHANNEL}final", f"{CHANNEL}commentary to=")
 """Texts of which the first one ends the reasoning."""
+MAX_HEADER_CHARS = 1024
+"""Length of a header from which on it is content: each piece of it is searched again."""
 _RECIPIENT = re.compile(r" to=functions\.([A-Za-z0-9_-]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _HEADER_STARTS = (CHANNEL, START, " to=")
@@ -90,8 +92,8 @@ class HarmonyParser:
     names       tools that may be called
     num_calls   calls that have started
 
-    Messages before the final one are reasoning, those of several lines break one another. Text
-    that begins with no header is content.
+    Messages before the final one are reasoning, with a line break between two of them. Text that
+    begins with no header is content.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -137,10 +139,13 @@ class HarmonyParser:
 
     def _read_header(self, events: list[OutputEvent]) -> bool:
         """Read a whole header; return False where it is incomplete."""
-        header, marker, rest = self._buffer.partition(MESSAGE)
-        if not marker:
-            return False
-        self._buffer = rest
+        at = self._buffer.find(MESSAGE, 0, MAX_HEADER_CHARS)
+        if at < 0:
+            if len(self._buffer) < MAX_HEADER_CHARS:
+                return False
+            self._kind = TextPiece  # no header is so long
+            return True
+        header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         self._kind = ReasoningPiece
         if recipient is not None and recipient[1] in self._names:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
@@ -217,7 +218,7 @@ class SamplingRequest(RequestBody):
         with self.relabel_structure_error():
             return SamplingParams(**self.explicit_params())
 
-    @property
+    @cached_property
     def named_structure(self) -> NamedStructure | None:
         """The output's structure and the field that requests it. Raises InvalidRequest."""
         return parse_structure(

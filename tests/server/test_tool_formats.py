@@ -279,6 +279,9 @@ def test_messages_before_the_final_one_are_reasoning() -> None:
     assert parse(HarmonyParser([]), [text]) == parse(HarmonyParser([]), list(text)) == expected
     assert parse(HarmonyParser([]), ["Plain"]) == [TextPiece("Plain")]
     assert parse(HarmonyParser([]), ["<|channel|>final"]) == []
+    endless = "<|channel|>" + "final" * 300 + "<|message|>"
+    for parts in ([endless], list(endless)):
+        assert parse(HarmonyParser([]), parts) == [TextPiece(endless)]
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n not in ("llama3_json", "openai")])
