@@ -273,3 +273,48 @@ def test_reasoning_that_is_cut_has_no_content(server: RunningServer) -> None:
         "Why",
         "length",
     )
+
+
+@pytest.fixture(scope="module")
+def channel_server() -> Iterator[RunningServer]:
+    def prepare(llm: AsyncLLM) -> None:
+        llm.engine.model = ScriptedHashModel(0.0)
+
+    names = {"reasoning_parser": "openai_gptoss", "tool_call_parser": "openai"}
+    with open_server(prepare=prepare, max_model_len=1024, num_blocks=256, **names) as running:
+        yield running
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("script", "fields", "content"),
+    [
+        (f"{ANALYSIS}{FINAL}So.", {"tools": None}, "So."),
+        (f'{ANALYSIS}{FINAL}{{"a": 12}}', {"tools": None, "response_format": FORMAT}, '{"a": 12}'),
+        (f"{ANALYSIS}{FINAL}So.", {}, "So."),
+        (f'{ANALYSIS}{FINAL}{{"a": 12}}', {"response_format": FORMAT}, '{"a": 12}'),
+        (f'{ANALYSIS}{CALL}{{"city": "Rome"}}', {"response_format": FORMAT}, None),
+        (f'{ANALYSIS}{CALL}{{"city": "Rome"}}', {"tool_choice": "required"}, None),
+    ],
+)
+def test_an_answer_in_channels_has_reasoning_and_content_or_a_call(
+    channel_server: RunningServer, script: str, fields: dict[str, Any], content: str | None
+) -> None:
+    body = set_script(channel_server, script, **fields)
+    answer = channel_server.post(PATH, **body).json()
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert (message["content"], message.pop("reasoning")) == (content, "Why?")
+    if content is None:
+        assert calls_of(message) == [("weather", {"city": "Rome"})]
+    assert choice["finish_reason"] == ("tool_calls" if content is None else "stop")
+    end = f"{ANALYSIS}<|channel|>final" if content else f"{ANALYSIS}<|channel|>commentary to="
+    details = answer["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": len(end)}
+    (parts,) = stream_choices(channel_server, **body).values()
+    assert reasoning_of(parts) == "Why?"
+    assert (message_of(parts)["content"] or None) == content
