@@ -48,6 +48,8 @@ class Replica(EngineReplica):
             values["served_model_name"],
             tuple(values["api_key"] or ()),
             settings.limits,
+            values["reasoning_parser"],
+            values["tool_call_parser"],
         )
 
 

@@ -43,11 +43,18 @@ class EngineReplica:
         served_model_name: str | None = None,
         api_keys: tuple[str, ...] = (),
         limits: Limits = DEFAULT_LIMITS,
+        reasoning_parser: str | None = None,
+        tool_call_parser: str | None = None,
     ) -> None:
         self.name = name
         self.llm = AsyncLLM.spawn(model, policy=policy, **options)
         self._app = create_app(
-            self.llm, served_model_name=served_model_name, api_keys=api_keys, limits=limits
+            self.llm,
+            served_model_name=served_model_name,
+            api_keys=api_keys,
+            limits=limits,
+            reasoning_parser=reasoning_parser,
+            tool_call_parser=tool_call_parser,
         )
 
     def close(self) -> None:

@@ -13,7 +13,9 @@ from tests.docs.pages import ROOT
 
 def test_words_are_options_of_the_engine_and_of_the_fleet() -> None:
     words = {"model": "hash:step_ms=2", "num_blocks": "512", "replicas": "4", "replica_gpus": "1"}
-    settings, fleet = resolve_options(words, {})
+    settings, fleet = resolve_options({**words, "reasoning_parser": "qwen3"}, {})
+    assert settings.values["reasoning_parser"] == "qwen3"
+    assert settings.values["tool_call_parser"] is None
     assert settings.values["model"] == "hash:step_ms=2"
     assert settings.engine_options == {"num_blocks": 512}
     assert (fleet.replicas, fleet.replica_gpus, fleet.router) == (4, 1.0, "session-or-prefix")
