@@ -13,12 +13,11 @@ Always true: a step that has loaded a damaged block raises, so it is void.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable
 from zlib import crc32
 
 from forge.errors import DamagedBlocks
-from forge.models.host_blocks import HostBlocks
+from forge.models.host_blocks import HostBlocks, Pages
 from forge.seam import StepPlan
 
 log = logging.getLogger(__name__)
@@ -27,11 +26,11 @@ log = logging.getLogger(__name__)
 class CheckedHostBlocks(HostBlocks):
     """Contents of the host pool, and the checksum that each should have.
 
-    block_size   token ids of a block
+    block_bytes   bytes of a block
     """
 
-    def __init__(self, block_size: int) -> None:
-        super().__init__(block_size)
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__(block_bytes)
         self._sums: dict[int, int] = {}
 
     def reader(self, host_block: int) -> Callable[[], bytes]:
@@ -53,7 +52,7 @@ class CheckedHostBlocks(HostBlocks):
         self._sums[host_block] = crc32(data)
         return True
 
-    def run_moves(self, plan: StepPlan, pages: list[array[int]]) -> None:
+    def run_moves(self, plan: StepPlan, pages: Pages) -> None:
         """Do the plan's stores and loads. Raises DamagedBlocks for loads that differ from stores.
 
         pages   content of the device's blocks

@@ -22,7 +22,8 @@ from pathlib import Path
 from forge.errors import InvalidWeights, one_line
 from forge.models.file_moves import FileMoves
 from forge.models.host_blocks import HostBlocks
-from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
+from forge.models.logits import LogitsModel
+from forge.models.paged import NO_FAULTS, FaultHooks
 from forge.sampling import mix, uniform
 from forge.weights import NamedWeights, PartTimes, WeightFiles, WeightSource
 
@@ -147,7 +148,7 @@ class HashModel(LogitsModel):
         logits = self._base_logits_by_index.get(index)
         if logits is None:
             key = mix(mix(self._seed) + index)
-            noise = [uniform(key, token) for token in range(self._vocab_size)]
+            noise = [uniform(key, token) for token in range(self.vocab_size())]
             logits = [each - 6.0 for each in noise]
             for token in self._likely_tokens:
                 logits[token] = 3.0 * noise[token] - 1.0

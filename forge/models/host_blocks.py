@@ -1,4 +1,4 @@
-"""HostBlocks: the host pool of a LogitsModel, and the check that a plan's moves are allowed.
+"""HostBlocks: the host pool of a PagedModel, and the check that a plan's moves are allowed.
 
 Owns the content of host blocks. Knows no scheduler: it finds what a device would do wrong silently.
 
@@ -12,11 +12,19 @@ block. A device may do them in any order.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from forge.models.file_moves import WholeContent
 from forge.seam import HostLoad, HostStore, StepPlan
+
+Pages: TypeAlias = Sequence[Any]
+"""Contents of blocks: each is a writable, contiguous buffer, and all have the same size."""
+
+
+def page_bytes(pages: Pages) -> int:
+    """Return the bytes of a block. There is at least one."""
+    return memoryview(pages[0]).nbytes
 
 
 def check_moves(
@@ -66,14 +74,14 @@ def _refuse_touched(plan: StepPlan, moved: set[int], blocks: Iterable[int], what
 
 
 class HostBlocks:
-    """Contents of the host pool: token ids, or None where nothing was stored.
+    """Contents of the host pool: bytes, or None where nothing was stored.
 
-    block_size   token ids of a block
+    block_bytes   bytes of a block
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self.contents: list[array[int] | None] = []
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self.contents: list[bytearray | None] = []
 
     def resize(self, num_blocks: int) -> None:
         """Change the pool to so many blocks. New ones have no content."""
@@ -88,7 +96,7 @@ class HostBlocks:
         content = self.contents[host_block]
         if content is None:
             raise ValueError(f"nothing was stored in host block {host_block}, which is spilled")
-        data = content.tobytes()
+        data = bytes(content)
         return lambda: data
 
     def writer(self, host_block: int) -> WholeContent:
@@ -97,22 +105,20 @@ class HostBlocks:
         return WholeContent(lambda data: self._write(host_block, data))
 
     def _write(self, host_block: int, data: bytes) -> bool:
-        content = array("i")
-        if len(data) != self._block_size * content.itemsize:
+        if len(data) != self._block_bytes:
             return False
-        content.frombytes(data)
-        self.contents[host_block] = content
+        self.contents[host_block] = bytearray(data)
         return True
 
-    def run_moves(self, plan: StepPlan, pages: list[array[int]]) -> None:
+    def run_moves(self, plan: StepPlan, pages: Pages) -> None:
         """Do the plan's stores and loads. Raises ValueError for a load of what was never stored.
 
         pages   content of the device's blocks
         """
         for block, host_block in plan.stores:
-            self.contents[host_block] = pages[block][:]
+            self.contents[host_block] = bytearray(pages[block])
         for load in plan.loads:
             content = self.contents[load.host_block]
             if content is None:
                 raise ValueError(f"plan {plan.step}: nothing was stored for {load}")
-            pages[load.block][:] = content
+            memoryview(pages[load.block]).cast("B")[:] = content

@@ -407,9 +407,7 @@ def _load_hash_model(
     create_host_blocks = CheckedHostBlocks if tier_options.check_kv else HostBlocks
     return LoadedModel(
         name,
-        _create_hash_model(
-            options, config, draft_model, moves, create_host_blocks(config.block_size)
-        ),
+        _create_hash_model(options, config, draft_model, moves, create_host_blocks(block_bytes)),
         ByteTokenizer(),
         replace(config, host_tier=host_tier),
         disk_keys=() if tier_files is None else tier_files.keys,

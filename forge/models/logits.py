@@ -1,146 +1,115 @@
 """LogitsModel: a Model from any `logits(context)` function, the shortest way to bring your own.
 
-Owns blocks of token ids, the slots' block tables and each slot's history. Knows no scheduler. It
-executes a plan in order and reads every context back through the block table, so a wrong block
-gives a wrong token.
+Owns blocks of token ids. It reads every context back through the block table, so a wrong block
+gives a wrong token. Steps, slots and sampling are PagedModel's.
 
-    plan ──► copies ──► per row: table = table[:keep] + new_blocks
-                                 blocks[table[p // size]][p % size] = input     for p in the row
-                                 logits(context read back) ── sampling ──► token
+    row ──► blocks[table[p // size]][p % size] = input     for p in the row
+        ──► logits(context read back)
 
     class Parrot:
         def logits(self, context):                  # one float per token of the vocabulary
             return [1.0 if t == context[-1] else 0.0 for t in range(257)]
     model = LogitsModel(Parrot().logits, vocab_size=257, eos_token=0, num_blocks=64, block_size=16)
-
-With `draft`, another LogitsModel, the two are a pair. The draft executes the plans in
-`plan.drafts`; a row of the target names its tokens by plan and row.
 """
 
 from __future__ import annotations
 
-import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf, isnan
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from forge.acceptance import RejectionInput, accept_coupled, rejection_sample, residual
-from forge.errors import InvalidConfig
-from forge.models.file_moves import FileMoves, no_files
-from forge.models.host_blocks import HostBlocks, check_moves
-from forge.request import TokenLogprob
-from forge.sampling import (
-    ACCEPT,
-    DRAFT,
-    NO_ALLOWED_TOKEN,
-    RESIDUAL,
-    draw_from_weights,
-    draw_key,
-    draw_token,
-    filter_logits,
-    invalid_logits_reason,
-    probabilities,
-    process_logits,
-    sample_token,
-    token_logprob,
-    uniform,
-)
-from forge.seam import (
-    Bind,
-    FileAnswer,
-    LateMask,
-    Row,
-    RowOutput,
-    StepOutput,
-    StepPlan,
-    Verified,
-)
+from forge.models.file_moves import FileMoves
+from forge.models.host_blocks import HostBlocks
+from forge.models.paged import NO_FAULTS, BlockRow, ComputedStep, FaultHooks, PagedModel, RowLogits
+from forge.seam import Row, StepPlan
 from forge.weights import PartTimes
 
 _UNWRITTEN = -1
 """Content of a position that was never written. It is no token id, so a read of it is detected."""
 
 
-class FaultHooks(NamedTuple):
-    """Injected faults, for tests and simulation.
+class ContextDecoder:
+    """Blocks of token ids, and a function from the context to logits. A PagedDecoder.
 
-    forward   called with each plan when it arrives; `forward` raises what it raises
-    result    called with each plan when it ends; `result` raises what it raises. It returns the
-              index of each row that fails, with its error
+    logits       pure function from token ids to one float per token
+    num_layers   layers that the model says it has; there is nothing to keep for each
     """
 
-    forward: Callable[[StepPlan], None] = lambda plan: None
-    result: Callable[[StepPlan], Mapping[int, str]] = lambda plan: {}
+    def __init__(
+        self,
+        logits: Callable[[Sequence[int]], Sequence[float]],
+        vocab_size: int,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self._logits = logits
+        self._block_tokens = [self._new_block() for _ in range(num_blocks)]
+        self._content_offset = 0
+
+    def _new_block(self) -> array[int]:
+        return array("i", [_UNWRITTEN]) * self.block_size
+
+    def pages(self) -> list[array[int]]:
+        """Return the token ids of the blocks."""
+        return self._block_tokens
+
+    def resize(self, num_blocks: int) -> None:
+        """Change the number of blocks. The first ones keep their contents."""
+        grown = num_blocks - len(self._block_tokens)
+        del self._block_tokens[num_blocks:]
+        self._block_tokens += [self._new_block() for _ in range(grown)]
+
+    def forward(self, rows: Sequence[BlockRow]) -> list[RowLogits]:
+        """Write the rows' inputs into their blocks, and return the logits of each row.
+
+        Logits are computed when they are read.
+        """
+        for row in rows:
+            self.write(row.table, row.start, row.tokens)
+        return [self._row_logits(row.table) for row in rows]
+
+    def write(self, table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+        """Write tokens at the positions from `start` on."""
+        size = self.block_size
+        for position, token in enumerate(tokens, start):
+            content = token + self._content_offset
+            self._block_tokens[table[position // size]][position % size] = content
+
+    def _row_logits(self, table: Sequence[int]) -> RowLogits:
+        return lambda end: self._logits(self._context(table, end))
+
+    def _context(self, table: Sequence[int], end: int) -> array[int]:
+        """Return tokens [0, end), read back through the block table."""
+        context = array("i")
+        for block in table[: -(-end // self.block_size)]:
+            context += self._block_tokens[block]
+        del context[end:]
+        if self._content_offset:
+            return array("i", [content - self._content_offset for content in context])
+        return context
+
+    def clear(self) -> None:
+        """Drop the content of all blocks."""
+        self._block_tokens = [self._new_block() for _ in self._block_tokens]
+
+    def mark_content_stale(self) -> None:
+        """Give every position that was written so far another meaning, in files too.
+
+        So a read of what other weights have computed gives a wrong token.
+        """
+        self._content_offset += self.vocab_size
+
+    def unwrite(self, table: Sequence[int], start: int, end: int) -> None:
+        """Overwrite positions [start, end): reading one again is detected."""
+        for position in range(start, end):
+            block = table[position // self.block_size]
+            self._block_tokens[block][position % self.block_size] = _UNWRITTEN
 
 
-NO_FAULTS = FaultHooks()
-
-UNMASKED = RowOutput(error="the next plan gave no mask for this row")
-"""Result of a late row until the next plan gives its mask."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    """State of the sequence in a slot, as a device keeps it. Owned by LogitsModel."""
-
-    bind: Bind
-    table: list[int] = field(default_factory=list)
-    history: list[int] = field(default_factory=list)
-
-
-class _DrawnDraft(NamedTuple):
-    """Draft and the distribution that it was sampled from.
-
-    A token that the plan names has mass 1.
-    """
-
-    token: int
-    q: Mapping[int, float]
-
-
-class _TargetSample(NamedTuple):
-    """Sample of the target after one position, and the inputs of rejection for the draft there.
-
-    token   the target's own token, or _UNWRITTEN, where `error` is the reason
-    """
-
-    token: int
-    logits: Sequence[float] = ()
-    error: str | None = None
-    rejection_input: RejectionInput | None = None
-
-
-class ComputedStep(NamedTuple):
-    """PendingStep whose arithmetic is done; `result` waits until the imagined device would be.
-
-    rows   results; the model replaces those of late rows when the next plan gives their masks
-    """
-
-    plan: StepPlan
-    rows: list[RowOutput]
-    undrafted: tuple[int, ...]
-    answers: tuple[FileAnswer, ...]
-    faults: FaultHooks
-    ready_at_s: float
-
-    def result(self) -> StepOutput:
-        """Return the step's output, with an error for each row that `faults` names. Waits."""
-        if self.ready_at_s:
-            time.sleep(max(0.0, self.ready_at_s - time.monotonic()))
-        return self.result_now()
-
-    def result_now(self) -> StepOutput:
-        """Return the output of `result` without waiting."""
-        errors = self.faults.result(self.plan)
-        rows = tuple(
-            RowOutput(error=errors[i]) if i in errors else out for i, out in enumerate(self.rows)
-        )
-        return StepOutput(self.plan.step, rows, self.undrafted, self.answers)
-
-
-class LogitsModel:
+class LogitsModel(PagedModel):
     """Model of `logits(context)`, a pure function from token ids to one float per token.
 
     step_s        seconds of a step on the imagined device, which runs one step after the other
@@ -160,128 +129,33 @@ class LogitsModel:
         num_layers: int = 1,
         faults: FaultHooks = NO_FAULTS,
         step_s: float = 0.0,
-        draft: LogitsModel | None = None,
+        draft: PagedModel | None = None,
         files: FileMoves | None = None,
         host_blocks: HostBlocks | None = None,
     ) -> None:
-        if draft is not None and draft.vocab_size() != vocab_size:
-            raise InvalidConfig(
-                "draft_model",
-                f"its vocabulary has {draft.vocab_size()} tokens, the model's {vocab_size}",
-                "Give a draft of the same vocabulary",
-            )
-        self._logits = logits
-        self._vocab_size = vocab_size
-        self._eos_token = eos_token
-        self._num_layers = num_layers
-        self._block_size = block_size
-        self._block_tokens = [self._new_block() for _ in range(num_blocks)]
-        self._host_blocks = HostBlocks(block_size) if host_blocks is None else host_blocks
-        self._files = files or no_files()
-        self._slots: dict[int, _Slot] = {}
-        self._sampled_by_step: dict[int, list[int]] = {}
-        self._last_step: ComputedStep | None = None
-        self._faults = faults
-        self._step_s = step_s
-        self._free_at_s = 0.0
-        self._draft = draft
-        self._drawn_drafts: list[list[_DrawnDraft | None]] = []
-        self._draft_probs: dict[int, Mapping[int, float]] = {}
+        self._context_decoder = ContextDecoder(
+            logits, vocab_size, num_layers, num_blocks, block_size
+        )
+        super().__init__(
+            self._context_decoder,
+            eos_token=eos_token,
+            faults=faults,
+            step_s=step_s,
+            draft=draft,
+            files=files,
+            host_blocks=host_blocks,
+        )
         self._is_asleep = False
-        self._content_offset = 0
-
-    def vocab_size(self) -> int:
-        """Return the width of the logits."""
-        return self._vocab_size
-
-    def num_layers(self) -> int:
-        """Return the layers whose state a block holds."""
-        return self._num_layers
-
-    def eos_token(self) -> int:
-        """Return the id that ends an output."""
-        return self._eos_token
-
-    def executes_moves(self) -> bool:
-        """Return True: `forward` carries out stores and loads."""
-        return True
-
-    def samples_late_rows(self) -> bool:
-        """Return True: `forward` first samples the late rows of the plan before."""
-        return True
 
     def forward(self, plan: StepPlan) -> ComputedStep:
-        """Execute the draft's plans, then the plan's copies, rows and moves, in order.
-
-        First the late rows of the plan before are sampled.
-        """
-        if plan.block_size != self._block_size:
-            raise InvalidConfig(
-                "block_size",
-                f"the model keeps {self._block_size} positions a block, the engine "
-                f"{plan.block_size}",
-                "Give both the same",
-            )
+        """Execute a plan, as PagedModel does."""
         assert not self._is_asleep, f"plan {plan.step} is for a model that sleeps"
-        self._faults.forward(plan)
-        self._sample_late_rows(plan.late_masks)
-        undrafted = self._run_draft_plans(plan)
-        grown = plan.num_blocks - len(self._block_tokens)
-        del self._block_tokens[plan.num_blocks :]
-        self._block_tokens += [self._new_block() for _ in range(grown)]
-        self._host_blocks.resize(plan.num_host_blocks)
-        self._files.begin(plan, self._host_blocks)
-        if plan.stores or plan.loads or plan.fetches:
-            tables = {slot: state.table for slot, state in self._slots.items()}
-            check_moves(plan, tables, self._files.spilling, self._files.fetching)
-        for source, target in plan.copies:
-            self._block_tokens[target][:] = self._block_tokens[source]
-        # A plan refers to tokens of the previous plan only.
-        sampled: list[int] = []
-        before = self._sampled_by_step.get(plan.step - 1, [])
-        self._sampled_by_step = {plan.step - 1: before, plan.step: sampled}
-        self._draft_probs.clear()
-        rows, late_rows = [], frozenset(plan.late_rows)
-        for index, row in enumerate(plan.rows):
-            drafts = self._resolve_drafts(row)
-            output = self._compute(row, drafts)
-            if output is None:
-                output = UNMASKED if index in late_rows else self._sample(row, drafts)
-            rows.append(output)
-            sampled.append(output.tokens[0] if output.tokens else _UNWRITTEN)
-        self._host_blocks.run_moves(plan, self._block_tokens)
-        ready_s = 0.0
-        if self._step_s:
-            ready_s = self._free_at_s = max(time.monotonic(), self._free_at_s) + self._step_s
-        answers = self._files.end(plan)
-        step = ComputedStep(plan, rows, undrafted, answers, self._faults, ready_s)
-        self._last_step = step
-        return step
-
-    def _sample_late_rows(self, late_masks: Sequence[LateMask]) -> None:
-        """Sample these rows of the step before. One whose input failed keeps its error."""
-        for index, mask in late_masks:
-            step = self._last_step
-            assert step is not None and index in step.plan.late_rows, f"row {index} is not late"
-            if step.rows[index] is UNMASKED:
-                output = self._sample(step.plan.rows[index]._replace(masks=(mask,)), [])
-                step.rows[index] = output
-                if output.tokens:
-                    self._sampled_by_step[step.plan.step][index] = output.tokens[0]
-
-    def poison(self, row: Row) -> None:
-        """Overwrite the row's positions, for tests and simulation: reading one again is detected.
-
-        Call it between the `forward` of the row's plan and the next `forward`.
-        """
-        table, size = self._slots[row.slot].table, self._block_size
-        for position in range(row.start, row.end):
-            self._block_tokens[table[position // size]][position % size] = _UNWRITTEN
+        return super().forward(plan)
 
     def sleep(self, level: int) -> PartTimes:
         """Drop the content of all blocks, and refuse plans until `wake`."""
         self._is_asleep = True
-        self._block_tokens = [self._new_block() for _ in self._block_tokens]
+        self._context_decoder.clear()
         return (("kv_cache", 0.0),)
 
     def wake(self) -> PartTimes:
@@ -290,202 +164,12 @@ class LogitsModel:
         return (("kv_cache", 0.0),)
 
     def mark_content_stale(self) -> None:
-        """Give every position that was written so far another meaning, in files too.
+        """Give every position that was written so far another meaning, in files too."""
+        self._context_decoder.mark_content_stale()
 
-        So a read of what other weights have computed gives a wrong token.
+    def poison(self, row: Row) -> None:
+        """Overwrite the row's positions, for tests and simulation: reading one again is detected.
+
+        Call it between the `forward` of the row's plan and the next `forward`.
         """
-        self._content_offset += self._vocab_size
-
-    def _run_draft_plans(self, plan: StepPlan) -> tuple[int, ...]:
-        """Execute the draft's plans; return the sequences for which the draft failed."""
-        self._drawn_drafts = []
-        undrafted: list[int] = []
-        for draft_plan in plan.drafts:
-            if self._draft is None:
-                raise InvalidConfig(
-                    "speculation",
-                    "the plan is for a target and its draft, and this model has no draft",
-                    "Load a draft model, or set speculative_method to ngram",
-                )
-            try:
-                step = self._draft.forward(draft_plan)
-                outputs = step.result_now().rows
-            except Exception:  # Without drafts each row still gets one token a step.
-                self._drawn_drafts.append([None] * len(draft_plan.rows))
-                undrafted += [row.seq_id for row in draft_plan.rows]
-                continue
-            self._free_at_s = max(self._free_at_s, step.ready_at_s)
-            failed = [out.error is not None for out in outputs]
-            undrafted += [
-                row.seq_id
-                for row, has_failed in zip(draft_plan.rows, failed, strict=True)
-                if has_failed
-            ]
-            self._drawn_drafts.append(
-                [
-                    _DrawnDraft(out.tokens[0], self._draft._draft_probs.get(row.seq_id, {}))
-                    if out.tokens
-                    else None
-                    for row, out in zip(draft_plan.rows, outputs, strict=True)
-                ]
-            )
-        return tuple(dict.fromkeys(undrafted))
-
-    def _resolve_drafts(self, row: Row) -> list[_DrawnDraft]:
-        """Return the row's drafts before the first that the draft model failed to sample."""
-        drafts = []
-        for draft in row.drafts:
-            if isinstance(draft, int):
-                proposal: _DrawnDraft | None = _DrawnDraft(draft, {draft: 1.0})
-            else:
-                proposal = self._drawn_drafts[draft.plan][draft.row]
-            if proposal is None:
-                break
-            drafts.append(proposal)
-        return drafts
-
-    def _new_block(self) -> array[int]:
-        return array("i", [_UNWRITTEN]) * self._block_size
-
-    def _compute(self, row: Row, drafts: list[_DrawnDraft]) -> RowOutput | None:
-        """Write the row's inputs into its blocks. Return an error where an input is unknown."""
-        if row.bind is not None:
-            self._slots[row.slot] = _Slot(row.bind, [], list(row.bind.history))
-        slot = self._slots[row.slot]
-        slot.table[row.keep :] = row.new_blocks
-        inputs = [*row.tokens, *(self._sampled_by_step[ref.step][ref.row] for ref in row.refs)]
-        if _UNWRITTEN in inputs:
-            return RowOutput(error="its input comes from a row that failed")
-        self._write_inputs(slot, row.start, [*inputs, *(draft.token for draft in drafts)])
-        return None
-
-    def _sample(self, row: Row, drafts: list[_DrawnDraft]) -> RowOutput:
-        """Return the result of a row whose inputs are in its blocks."""
-        try:
-            return self._build_output(self._slots[row.slot], row, drafts)
-        except Exception as error:  # `logits` fails for this context; other rows go on.
-            return RowOutput(error=f"logits: {error!r}")
-
-    def _build_output(self, slot: _Slot, row: Row, drafts: list[_DrawnDraft]) -> RowOutput:
-        prompt_logprobs = self._prompt_logprobs(slot, row.start, row.end)
-        if any(isnan(score.logprob) for score in prompt_logprobs):
-            return RowOutput(error="the model's logits are not finite at a prompt position")
-        if not row.num_samples:
-            return RowOutput(prompt_logprobs=prompt_logprobs)
-        samples = [
-            self._sample_position(slot, row, index, drafts[index] if index < len(drafts) else None)
-            for index in range(len(drafts) + 1)
-        ]
-        rejection_inputs = [
-            sample.rejection_input for sample in samples if sample.rejection_input is not None
-        ]
-        draft_tokens = [draft.token for draft in drafts]
-        if rejection_inputs:
-            tokens = rejection_sample(rejection_inputs, samples[-1].token)
-            verified = [
-                Verified(t.draft, float(t.p), float(t.q), t.residual) for t in rejection_inputs
-            ]
-        else:
-            tokens = accept_coupled(draft_tokens, [sample.token for sample in samples])
-            verified = [Verified(token) for token in draft_tokens]
-        emitted = samples[: len(tokens)]
-        if emitted[-1].error is not None:
-            if len(tokens) == 1:
-                return RowOutput(error=emitted[-1].error)
-            # The tokens before it may end the output. If not, the next step fails on it alone.
-            tokens = tokens[:-1]
-            del emitted[-1], verified[len(tokens) - 1 :]
-        logprobs: tuple[TokenLogprob, ...] = ()
-        count = slot.bind.params.logprobs
-        if count is not None:
-            pairs = zip(emitted, tokens, strict=True)
-            logprobs = tuple(token_logprob(sample.logits, token, count) for sample, token in pairs)
-        return RowOutput(tokens, logprobs, prompt_logprobs, verified=tuple(verified[: len(tokens)]))
-
-    def _write_inputs(self, slot: _Slot, start: int, inputs: list[int]) -> None:
-        size = self._block_size
-        for position, token in enumerate(inputs, start):
-            content = token + self._content_offset
-            self._block_tokens[slot.table[position // size]][position % size] = content
-        params = slot.bind.params
-        if params.has_penalties or params.prompt_logprobs is not None:
-            # Rejected drafts are at positions from `start` on. The bind's history is kept.
-            del slot.history[max(start, len(slot.bind.history)) :]
-            known = slot.history[start : start + len(inputs)]
-            assert known == inputs[: len(known)], (
-                f"inputs at {start} differ from the slot's history"
-            )
-            slot.history += inputs[len(known) :]
-
-    def _context(self, table: list[int], end: int) -> array[int]:
-        """Return tokens [0, end), read back through the block table."""
-        context = array("i")
-        for block in table[: -(-end // self._block_size)]:
-            context += self._block_tokens[block]
-        del context[end:]
-        if self._content_offset:
-            return array("i", [content - self._content_offset for content in context])
-        return context
-
-    def _prompt_logprobs(self, slot: _Slot, start: int, end: int) -> tuple[TokenLogprob, ...]:
-        count = slot.bind.params.prompt_logprobs
-        if count is None:
-            return ()
-        return tuple(
-            token_logprob(
-                self._logits(self._context(slot.table, position)), slot.history[position], count
-            )
-            for position in range(start + 1, min(end, slot.bind.prompt_len - 1) + 1)
-        )
-
-    def _sample_position(
-        self, slot: _Slot, row: Row, index: int, draft: _DrawnDraft | None
-    ) -> _TargetSample:
-        """Return the sample after the row's inputs and its first `index` drafts."""
-        bind, position = slot.bind, row.end - len(row.drafts) + index
-        params, prompt_len = bind.params, bind.prompt_len
-        try:
-            logits = self._logits(self._context(slot.table, position))
-        except Exception as error:  # `logits` fails for this context; others go on.
-            return self._failed_sample(bind, f"logits: {error!r}", draft)
-        problem = invalid_logits_reason(logits)
-        if len(logits) != self._vocab_size:
-            problem = f"logits: {len(logits)} numbers for a vocabulary of {self._vocab_size}"
-        if problem is not None:
-            return self._failed_sample(bind, problem, draft)
-        prompt: Sequence[int] = ()
-        output: Sequence[int] = range(position - prompt_len)  # Only its length is read.
-        if params.has_penalties:
-            prompt, output = slot.history[:prompt_len], slot.history[prompt_len:position]
-        mask = row.masks[index] if row.masks else None
-        allowed = process_logits(logits, params, prompt, output, bind.end_ids, mask)
-        if max(allowed) == -inf:
-            return self._failed_sample(bind, NO_ALLOWED_TOKEN, draft)
-        if bind.uses_rejection:
-            if bind.proposes:
-                kept = filter_logits(allowed, params)
-                self._draft_probs[row.seq_id] = probabilities(kept)
-                return _TargetSample(draw_token(kept, draw_key(bind.seed, position, DRAFT)), logits)
-            if draft is not None:
-                trial = self._create_rejection_input(
-                    bind, position, probabilities(filter_logits(allowed, params)), draft
-                )
-                return _TargetSample(_UNWRITTEN, logits, None, trial)
-        return _TargetSample(sample_token(allowed, params, bind.seed, position), logits)
-
-    def _failed_sample(self, bind: Bind, error: str, draft: _DrawnDraft | None) -> _TargetSample:
-        """Return a sample without a token; p = 0 rejects the draft, if there is one."""
-        rejection_input = None
-        if draft is not None and bind.uses_rejection:
-            rejection_input = RejectionInput(draft.token, 0.0, 1.0, 0.5, _UNWRITTEN)
-        return _TargetSample(_UNWRITTEN, (), error, rejection_input)
-
-    def _create_rejection_input(
-        self, bind: Bind, position: int, p: Mapping[int, float], draft: _DrawnDraft
-    ) -> RejectionInput:
-        def key(purpose: int) -> int:
-            return draw_key(bind.seed, position, purpose)
-
-        replacement = draw_from_weights(residual(p, draft.q), key(RESIDUAL))
-        p_and_q = p.get(draft.token, 0.0), draft.q.get(draft.token, 0.0)
-        return RejectionInput(draft.token, *p_and_q, uniform(key(ACCEPT), 0), replacement)
+        self._context_decoder.unwrite(self.block_table(row.slot), row.start, row.end)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks, LogitsModel
+from forge.models.logits import LogitsModel
 from forge.models.model_wrapper import ModelWrapper
+from forge.models.paged import FaultHooks
 from forge.proposers import OracleProposer
 from forge.seam import PendingStep, StepOutput, StepPlan
 from forge.sim.cost.model import CostModel

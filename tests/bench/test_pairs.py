@@ -25,7 +25,7 @@ from forge.bench.pairs import (
 from forge.bench.result_file import redacted_command
 from forge.errors import RequestFailed
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks
+from forge.models.paged import FaultHooks
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 
 CONFIG = EngineConfig(num_blocks=64, max_num_seqs=8, enable_prefix_caching=False)

@@ -44,7 +44,7 @@ from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import Options
 from forge.models.costs import DeviceTimes
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks
+from forge.models.paged import FaultHooks
 from forge.request import Delta
 from forge.seam import Row, StepPlan
 

@@ -29,7 +29,7 @@ from forge.bench.workload import (
 )
 from forge.errors import InvalidConfig, RequestFailed
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks
+from forge.models.paged import FaultHooks
 from forge.seam import Model, PendingStep, StepPlan
 from tests.virtual_time import VirtualTime
 

@@ -20,7 +20,8 @@ import pytest
 from forge.config import EngineConfig, Speculation
 from forge.engine import Engine
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks, LogitsModel
+from forge.models.logits import LogitsModel
+from forge.models.paged import FaultHooks
 from forge.proposers import Proposer
 from forge.request import FinishReason, Request, SamplingParams
 from forge.sampling import (

@@ -6,7 +6,6 @@ tests/models/test_block_files.py.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -600,8 +599,8 @@ def test_a_disk_that_hangs_holds_a_bounded_number_of_contents() -> None:
     """Each epoch drops 40 moves that go on. From 64 on new ones fail at once."""
     executor = _NeverExecutor()
     moves = FileMoves(FaultyStore(0), executor)
-    host_blocks = HostBlocks(block_size=4)
-    host_blocks.contents += [array("i", [1] * 4)] * 40
+    host_blocks = HostBlocks(block_bytes=16)
+    host_blocks.contents += [bytearray(16)] * 40
     spills = tuple(HostFile(block, bytes(64)) for block in range(40))
     for step in range(9):
         plan = StepPlan(step, (), 8, 4, num_host_blocks=40, spills=spills, file_epoch=step)

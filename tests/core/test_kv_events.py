@@ -25,7 +25,7 @@ from forge.kv_events import (
     KVEventLog,
 )
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks
+from forge.models.paged import FaultHooks
 from forge.policy import POLICIES
 from forge.request import Delta
 from forge.routing.prefix_index import PrefixIndex

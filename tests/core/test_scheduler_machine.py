@@ -40,7 +40,8 @@ from forge.errors import (
 )
 from forge.models.file_moves import FileMoves
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks, LogitsModel
+from forge.models.logits import LogitsModel
+from forge.models.paged import FaultHooks
 from forge.policy import FCFS, Candidate, PolicyContext, Split
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.scheduler import Scheduler
@@ -481,7 +482,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.meaning.setdefault(block_hash, prefix) == prefix, "one hash for two"
         for block, block_hash in pool._hash_by_block.items():
             _, tokens = self.meaning[block_hash]
-            assert tuple(self.model._block_tokens[block]) == tokens[-size:], f"block {block}"
+            assert tuple(self.model._decoder.pages()[block]) == tokens[-size:], f"block {block}"
 
 
 class AvailableBlocks(NamedTuple):
@@ -819,7 +820,8 @@ class HostMachine(SchedulerMachine):
         for host_block, block_hash in host._hash_by_block.items():
             _, tokens = self.meaning[block_hash]
             content = contents[host_block]
-            assert content is not None and tuple(content) == tokens[-size:], host_block
+            assert content is not None, host_block
+            assert tuple(memoryview(content).cast("i")) == tokens[-size:], host_block
 
 
 def run_machine(

@@ -21,7 +21,8 @@ from forge.drafting import ModelDrafter
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks, LogitsModel
+from forge.models.logits import LogitsModel
+from forge.models.paged import FaultHooks
 from forge.proposers import OracleProposer
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.sampling import (
@@ -487,8 +488,8 @@ def test_a_draft_model_that_fails_costs_drafts_and_no_token(how: str) -> None:
     model = create_hash_pair(config, 0.8, draft_faults=DRAFT_FAULTS.get(how, FaultHooks()))
     assert model._draft is not None
     if how in WRONG_LOGITS:
-        right = model._draft._logits
-        model._draft._logits = lambda c: WRONG_LOGITS[how] if len(c) % 5 == 0 else right(c)
+        right = model._draft._decoder._logits
+        model._draft._decoder._logits = lambda c: WRONG_LOGITS[how] if len(c) % 5 == 0 else right(c)
     requests = prompts(8, replace(SHORT_SAMPLED, max_tokens=45))
     done = run_requests(config, requests, model, audited=True)
     for request in requests:
@@ -509,8 +510,8 @@ def test_a_draft_model_that_fails_for_one_row_leaves_the_drafts_before(acceptanc
     config = engine_config(3, speculation_fields={"acceptance": acceptance})
     model = create_hash_pair(config)
     assert model._draft is not None
-    right = model._draft._logits
-    model._draft._logits = lambda c: [nan] * 20 if len(c) == 5 else right(c)
+    right = model._draft._decoder._logits
+    model._draft._decoder._logits = lambda c: [nan] * 20 if len(c) == 5 else right(c)
     done = run_requests(config, [Request(0, (1, 2, 3), SHORT_SAMPLED)], model)
     row, out = done.draft_rows[0]
     assert row.start == 3 and len(row.drafts) == 3
@@ -570,8 +571,8 @@ def test_published_tokens_are_confirmed_and_in_their_block_in_both_pools(accepta
         drafting = engine.scheduler.drafter
         assert isinstance(drafting, ModelDrafter) and model._draft is not None
         for name, pool, pages in (
-            ("target", engine.scheduler.pool, model._block_tokens),
-            ("draft", drafting.pool, model._draft._block_tokens),
+            ("target", engine.scheduler.pool, model._decoder.pages()),
+            ("draft", drafting.pool, model._draft._decoder.pages()),
         ):
             for key, block in pool._block_by_hash.items():
                 assert list(pages[block]) == legal[key], name

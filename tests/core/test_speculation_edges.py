@@ -16,7 +16,8 @@ from forge.draft_length import CHECK_INTERVAL_STEPS
 from forge.drafting import FAILURE_PAUSE_CHECKS, ModelDrafter
 from forge.engine import Engine
 from forge.models.hash import HashModel
-from forge.models.logits import NO_FAULTS, FaultHooks, LogitsModel
+from forge.models.logits import LogitsModel
+from forge.models.paged import NO_FAULTS, FaultHooks
 from forge.proposers import Proposer
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.scheduler import Scheduler

@@ -27,7 +27,7 @@ from forge.invariants import snapshot as snapshot
 from forge.invariants import tokens_in_flight as tokens_in_flight
 from forge.models.file_moves import FileMoves
 from forge.models.hash import HashModel
-from forge.models.logits import NO_FAULTS, FaultHooks
+from forge.models.paged import NO_FAULTS, FaultHooks
 from forge.policy import POLICIES, Candidate, Policy, PolicyContext, Split
 from forge.request import (
     Delta,

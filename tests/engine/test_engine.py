@@ -20,7 +20,7 @@ from forge.errors import (
     PolicyError,
 )
 from forge.models.hash import HashModel
-from forge.models.logits import NO_FAULTS, FaultHooks
+from forge.models.paged import NO_FAULTS, FaultHooks
 from forge.policy import FCFS, Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.seam import StepPlan

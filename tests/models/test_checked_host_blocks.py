@@ -107,7 +107,7 @@ def plan_of(step: int, **moves: Any) -> StepPlan:
 
 
 def pool() -> CheckedHostBlocks:
-    blocks = CheckedHostBlocks(2)
+    blocks = CheckedHostBlocks(8)
     blocks.resize(4)
     return blocks
 
@@ -160,7 +160,7 @@ def with_damage(
 
     def build(world: RandomWorld) -> Any:
         model, recorder, engine = build_engine(world)
-        blocks, rng = create(world.config.block_size), Random(f"damage {world.seed}")
+        blocks, rng = create(4 * world.config.block_size), Random(f"damage {world.seed}")
         run_moves = blocks.run_moves
 
         def damage_and_run(plan: StepPlan, pages: list[array[int]]) -> None:

@@ -17,7 +17,8 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks, LogitsModel
+from forge.models.logits import LogitsModel
+from forge.models.paged import FaultHooks
 from forge.request import Request, SamplingParams, Structure, TokenLogprob
 from forge.sampling import NO_ALLOWED_TOKEN, token_logprob
 from forge.seam import Bind, BlockCopy, LateMask, Row, RowOutput, StepPlan, TokenRef

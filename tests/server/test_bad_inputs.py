@@ -27,7 +27,7 @@ from forge import LLM, HashModel, SamplingParams
 from forge.errors import InvalidRequest
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.models.loader import LETTERS
-from forge.models.logits import FaultHooks
+from forge.models.paged import FaultHooks
 from forge.seam import StepPlan
 from forge.tokenizer import ByteTokenizer, ChatEnd, ChatMessage
 from tests.engine.test_async_llm import FAILING_POLICY

@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig
 from forge.models.hash import HashModel
-from forge.models.logits import FaultHooks
+from forge.models.paged import FaultHooks
 from forge.outputs import TextDelta
 from forge.request import Request, SamplingParams
 from forge.seam import StepPlan

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 from forge import LLM, AsyncLLM, HashModel, SamplingParams
 from forge.errors import InvalidConfig
-from forge.models.logits import FaultHooks
+from forge.models.paged import FaultHooks
 from forge.policy import FCFS, Policy, first_in_queue
 from forge.seam import StepPlan
 from forge.server.app import create_app

@@ -18,7 +18,7 @@ from forge.blocks import BlockPool, TableGrowth
 from forge.drafting import ModelDrafter
 from forge.engine import Engine
 from forge.models import logits
-from forge.models.logits import LogitsModel
+from forge.models.logits import ContextDecoder
 from forge.policy import FCFS, POLICIES
 from forge.prefix_cache import PrefixCache
 from forge.request import Delta, FinishReason
@@ -256,15 +256,15 @@ def sent_after_its_end(planted: pytest.MonkeyPatch) -> None:
 
 def place_matters(planted: pytest.MonkeyPatch) -> None:
     """The logits depend on the block that a context ends in, as a wrong kernel may compute them."""
-    read = LogitsModel._context
+    read = ContextDecoder._context
 
-    def placed(self: LogitsModel, table: list[int], end: int) -> array[int]:
+    def placed(self: ContextDecoder, table: list[int], end: int) -> array[int]:
         context = read(self, table, end)
-        if table[(end - 1) // self._block_size] % 2:
+        if table[(end - 1) // self.block_size] % 2:
             context.reverse()
         return context
 
-    planted.setattr(LogitsModel, "_context", placed)
+    planted.setattr(ContextDecoder, "_context", placed)
 
 
 def shared_once_too_often(planted: pytest.MonkeyPatch) -> None:
