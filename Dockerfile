@@ -41,4 +41,4 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=10m CMD ["python", "-c", 
 
 # No shell before it, so that SIGTERM reaches it.
 ENTRYPOINT ["forge", "serve"]
-CMD ["hash"]
+CMD ["tiny"]

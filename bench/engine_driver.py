@@ -28,6 +28,7 @@ from forge.bench.workload import Cells, RequestTimes, run_engine_closed_loop
 from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import LLM, Options
+from forge.models.embedded import EMBEDDED_CHECKPOINTS, MAX_POSITIONS
 from forge.models.model_wrapper import ModelWrapper
 from forge.request import Delta, Request, SamplingParams
 from forge.seam import Model, PendingStep, StepOutput, StepPlan
@@ -61,6 +62,9 @@ def defaults(model: str, cells: Cells) -> Options:
             *(size * (steady.context + steady.steps + 64) for size in steady.batches),
         )
         options["num_blocks"] = max(16_384, *tokens) // 16 + 16
+        return options
+    if model in EMBEDDED_CHECKPOINTS:
+        options["max_model_len"] = MAX_POSITIONS
         return options
     options["gpu_memory_utilization"] = 0.85
     if model in SHAPES or has_no_weights(model):

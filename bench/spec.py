@@ -52,7 +52,7 @@ from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.llm import Options
 from forge.models.costs import DeviceTimes, measure_device_times, measure_step_costs
-from forge.models.loader import EMBEDDED_CHECKPOINTS
+from forge.models.embedded import EMBEDDED_CHECKPOINTS
 from forge.models.model_wrapper import ModelWrapper
 from forge.overhead import measure_overhead
 from forge.proposers import OracleProposer

@@ -20,6 +20,7 @@ from typing import Any
 
 from forge.config import DeviceOptions
 from forge.errors import InvalidConfig, RankMismatch
+from forge.models.embedded import is_embedded
 from forge.models.loader import LoadOptions, open_checkpoint_model
 from forge.policy import Policy
 from forge.ranks.rank_context import FollowerContext
@@ -46,10 +47,10 @@ def start_ranks(
     it ends, and end. Raises InvalidConfig.
     """
     torchrun = TorchrunRank.from_environment(os.environ)
-    if isinstance(name, str) and name.partition(":")[0] == "hash":
+    if is_embedded(name):
         if torchrun is not None:
             torchrun.check_world_size(1)
-        return None  # `load_model` refuses ranks of hash by name.
+        return None  # `load_model` refuses ranks of these by name.
     options = LoadOptions.from_overrides(overrides)
     device_options = DeviceOptions(**options.device)
     num_ranks = device_options.tensor_parallel_size

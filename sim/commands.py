@@ -483,7 +483,10 @@ def _add_replay(parser: Parser) -> None:
 def _add_calibrate(parser: Parser) -> None:
     """Measure how long the steps of a model take here, for simulations to predict it."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help=f"{MODEL_OPTION.help} (default hash)"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{MODEL_OPTION.help} (default {MODEL_OPTION.default})",
     )
     _configure(parser, calibrate, (MODEL_OPTION, *CALIBRATION_OPTIONS, *MODEL_OPTIONS))
     parser.set_defaults(positional="model")

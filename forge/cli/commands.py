@@ -26,6 +26,9 @@ from forge.llm import LLM
 from forge.request import SamplingParams
 from forge.start_log import process_age_s
 
+TRY_PROMPT = 'def read_file(path):\n    """Read'
+"""Prompt of the command to try. The embedded model has learned from Python's library."""
+
 
 def describe_capacity(config: EngineConfig) -> list[str]:
     """Describe the size of the cache, of its tiers, of the batch and of drafts, one line each."""
@@ -72,7 +75,9 @@ def format_banner(
     config: EngineConfig, model_name: str, url: str, api_keys: tuple[str, ...]
 ) -> str:
     """Return what the server prints when it is ready, with a command to try."""
-    body = json.dumps({"model": model_name, "prompt": "Once upon a time", "max_tokens": 32})
+    body = json.dumps(
+        {"model": model_name, "prompt": TRY_PROMPT, "max_tokens": 40, "temperature": 0}
+    )
     # 0.0.0.0 and :: are addresses to listen on, not to call.
     local_url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     line = (

@@ -65,7 +65,10 @@ def create_parser(argv: Sequence[str]) -> Parser:
     for name, run in (("serve", serve), ("info", info)):
         subparser = add_command(name, run, SERVE_OPTIONS)
         subparser.add_argument(
-            "model", nargs="?", metavar="MODEL", help=f"{MODEL_OPTION.help} (default hash)"
+            "model",
+            nargs="?",
+            metavar="MODEL",
+            help=f"{MODEL_OPTION.help} (default {MODEL_OPTION.default})",
         )
         subparser.set_defaults(positional="model")
         add_flags(subparser, SERVE_OPTIONS[1:])

@@ -95,8 +95,8 @@ def options_from_dataclass(config_type: type, names: Sequence[str]) -> tuple[Opt
 MODEL_OPTION = define_option(
     "model",
     str,
-    "hash",
-    "a checkpoint's folder or HuggingFace id, tiny, hash, or hash with options: hash:step_ms=2",
+    "tiny",
+    "tiny, hash, hash with options: hash:step_ms=2, or a checkpoint's folder or HuggingFace id",
     "MODEL",
 )
 

@@ -1,13 +1,11 @@
 """load_model: from a model's name to a LoadedModel: model, tokenizer, completed configuration.
 
-Owns the names of embedded models and their options. Imports forge.models.hf only when a checkpoint
-is opened. A loader is a context manager: it closes the model when the engine is done.
+Owns the order in which a name is looked up. Imports forge.models.hf only when a checkpoint is
+opened. A loader is a context manager: it closes the model when the engine is done.
 
-    "hash"                   the deterministic model over the byte tokenizer
-    "hash:seed=3,step_ms=2"  options follow a colon
-    "tiny", "tiny-draft"     trained together  ┐
-    "path/of/a/folder"       a checkpoint      │ forge.models.hf, imported when needed
-    "owner/name"             one by its id     ┘
+    "hash", "tiny"           embedded models        forge.models.embedded
+    "path/of/a/folder"       a checkpoint      ┐
+    "owner/name"             one by its id     ┘    forge.models.hf, imported when needed
 
 With `draft_model`, another name, the two are opened as a pair.
 """
@@ -16,44 +14,33 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
-from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation, StepCosts
+from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig, Speculation
 from forge.errors import InvalidConfig
-from forge.models.checked_host_blocks import CheckedHostBlocks
 from forge.models.costs import measure_step_costs
 from forge.models.early_start import begin_early
-from forge.models.file_format import HASH_BYTES, header_bytes
-from forge.models.file_moves import FileMoves
+from forge.models.embedded import (
+    EMBEDDED_CHECKPOINTS,
+    embedded_folder,
+    is_embedded,
+    open_embedded_model,
+)
 from forge.models.gc_control import freeze_objects, pause_gc
-from forge.models.hash import HashModel
-from forge.models.host_blocks import HostBlocks
 from forge.models.load_costs import describe_load_costs, measure_load_costs
 from forge.models.loaded_model import LoadedModel
 from forge.models.mixed_costs import measure_mixed_costs
 from forge.models.rank_devices import RANK_VARIABLES, rank_environment
-from forge.models.tier_files import open_tier_files
 from forge.ranks.rank_context import RankContext
 from forge.ranks.rank_lead import RankLead
 from forge.start_log import LOG, StartLog
 from forge.tier_options import TierOptions
-from forge.tokenizer import ByteTokenizer
 from forge.version import install_remedy
-
-LETTERS = b" etaoinshrdlucmfwygpbvk etaoinshr e"
-"""Bytes that the embedded model finds likely, so that its text looks like text."""
-
-HASH_OPTIONS = {"seed": int, "step_ms": float, "agreement": float}
-
-EMBEDDED_CHECKPOINTS = {"tiny": "tiny", "tiny-draft": "tiny_draft"}
-"""Embedded models that are checkpoints, and their folders next to this file."""
 
 DEVICE_OPTIONS = frozenset(each.name for each in fields(DeviceOptions))
 TIER_OPTIONS = frozenset(each.name for each in fields(TierOptions))
@@ -110,21 +97,12 @@ def load_model(
     lead        rank 0 of a model that is divided over ranks; None: this process has it alone
     """
     device_overrides, tier_options, config_fields, draft = LoadOptions.from_overrides(overrides)
-    kind, _, options = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if kind == "hash":
-        for option in device_overrides:
-            raise InvalidConfig(
-                option, "the model hash does not accept it", "Leave it out, or serve a checkpoint"
-            )
-        if "max_step_ms" in config_fields:
-            raise InvalidConfig(
-                "max_step_ms",
-                "steps of the model hash do not depend on their tokens",
-                "Leave it out, or serve a checkpoint",
-            )
-        hash_options, config = _parse_hash_options(options), EngineConfig(**config_fields)
-        with ExitStack() as exit_stack:
-            yield _load_hash_model(name, hash_options, draft, config, tier_options, exit_stack)
+    if is_embedded(name):
+        with open_embedded_model(
+            name, draft, device_overrides, config_fields, tier_options
+        ) as loaded:
+            # The hash model has no costs but those that its options name.
+            yield _add_step_costs(loaded) if name in EMBEDDED_CHECKPOINTS else loaded
         return
     if lead is None and device_overrides.get("tensor_parallel_size", 1) != 1:
         raise InvalidConfig(
@@ -171,7 +149,7 @@ def open_checkpoint_model(
     device_options = DeviceOptions(**options.device)
     _check_config_fields(options.config)
     with _open_checkpoint(
-        *(_checkpoint_path(name), options.draft, options.config, device_options),
+        *(name, options.draft, options.config, device_options),
         *(options.tiers, start, rank_context),
     ) as loaded:
         yield loaded
@@ -182,7 +160,7 @@ def import_checkpoint_packages(name: str) -> None:
 
     Nothing is raised: `load_model` reports a missing package.
     """
-    if isinstance(name, str) and name.partition(":")[0] != "hash" and _is_checkpoint(name):
+    if isinstance(name, str) and not is_embedded(name) and _is_checkpoint(name):
         with suppress(ImportError), pause_gc():
             import_module("forge.models.hf")
 
@@ -197,19 +175,9 @@ def _check_config_fields(config_fields: Mapping[str, Any]) -> None:
 
 
 def _is_checkpoint(name: str) -> bool:
-    """Return whether the name is an embedded checkpoint, a folder, or like a path or an id."""
+    """Return whether the name is a folder, or like a path or an id."""
     written_as_path = name.startswith(("/", "./", "../", "~/"))
-    known = name in EMBEDDED_CHECKPOINTS or written_as_path or os.path.isdir(name)
-    return known or HUB_ID_PATTERN.fullmatch(name) is not None
-
-
-def _checkpoint_path(name: str) -> str:
-    """Return the folder of an embedded checkpoint, or the name itself."""
-    return (
-        str(Path(__file__).with_name(EMBEDDED_CHECKPOINTS[name]))
-        if name in EMBEDDED_CHECKPOINTS
-        else name
-    )
+    return written_as_path or os.path.isdir(name) or HUB_ID_PATTERN.fullmatch(name) is not None
 
 
 @contextmanager
@@ -240,6 +208,8 @@ def _open_checkpoint(
     rank_context: RankContext | None,
 ) -> Iterator[LoadedModel]:
     """Import forge.models.hf, which takes seconds, and open the checkpoint with it."""
+    if isinstance(draft, str) and draft in EMBEDDED_CHECKPOINTS:
+        draft = str(embedded_folder(draft))
     if draft is not None and not (isinstance(draft, str) and _is_checkpoint(draft)):
         raise InvalidConfig(
             "draft_model",
@@ -278,7 +248,7 @@ def _open_checkpoint(
             open_model(name, config_fields, options, start, tiers, communicator)
             if draft is None
             else open_pair(
-                *(name, _checkpoint_path(draft), config_fields, options, start, tiers),
+                *(name, draft, config_fields, options, start, tiers),
                 communicator=communicator,
             )
         )
@@ -318,29 +288,6 @@ def _add_load_costs(loaded: LoadedModel) -> LoadedModel:
     return loaded._replace(config=config)
 
 
-def _parse_hash_options(text: str, field: str = "model") -> dict[str, int | float]:
-    """Return `a=1,b=2` as a mapping. Raise InvalidConfig."""
-    options: dict[str, int | float] = {}
-    for item in filter(None, text.split(",")):
-        key, _, value = item.partition("=")
-        kind = HASH_OPTIONS.get(key)
-        if kind is None:
-            known = ", ".join(HASH_OPTIONS)
-            raise InvalidConfig(field, f"hash has no option {key[:64]!r}", f"Use one of: {known}")
-        try:
-            options[key] = kind(value)
-        except ValueError:
-            raise InvalidConfig(
-                field, f"hash:{key}={value[:64]!r} is not a number", f"Give {key}=1, say"
-            ) from None
-    for key, low, high in (("seed", -(2**63), 2**63 - 1), ("step_ms", 0, 1e5), ("agreement", 0, 1)):
-        if key in options and not low <= options[key] <= high:
-            raise InvalidConfig(
-                field, f"hash:{key}={options[key]} is out of range", f"Give {low} to {high}"
-            )
-    return options
-
-
 def _build_speculation(overrides: Mapping[str, Any]) -> Speculation | None:
     """Return the Speculation that the caller set, or None. Raise InvalidConfig."""
     speculation_options = {key: overrides[key] for key in SPECULATION_OPTIONS if key in overrides}
@@ -361,88 +308,3 @@ def _build_speculation(overrides: Mapping[str, Any]) -> Speculation | None:
             "speculative_method", "ngram takes no draft model", "Leave one of the two out"
         )
     return speculation
-
-
-def _load_hash_model(
-    name: str,
-    options: dict[str, int | float],
-    draft: str | None,
-    config: EngineConfig,
-    tier_options: TierOptions,
-    exit_stack: ExitStack,
-) -> LoadedModel:
-    """Return the model and its draft. Files of blocks are open until `exit_stack` closes."""
-    draft_model = None
-    if draft is not None:
-        kind, _, drafts = draft.partition(":") if isinstance(draft, str) else ("", "", "")
-        if kind != "hash":
-            raise InvalidConfig(
-                "draft_model",
-                f"{str(draft)[:64]!r} cannot draft for hash",
-                "Use hash:agreement=0.6, say",
-            )
-        # Equal seeds: on `agreement` of contexts the draft's most likely token is the model's.
-        draft_options = {
-            "seed": options.get("seed", 0),
-            **_parse_hash_options(drafts, "draft_model"),
-        }
-        draft_model = _create_hash_model(draft_options, config)
-        costs = _hash_step_costs(options, draft_options)
-        assert config.speculation is not None, "a draft model was named"
-        config = replace(config, speculation=replace(config.speculation, costs=costs))
-    seed = int(options.get("seed", 0))
-    config = replace(config, cache_namespace=f"hash seed={seed}")
-    # Its blocks hold token ids of four bytes.
-    block_bytes = 4 * config.block_size
-    host_tier = tier_options.host_tier(
-        block_bytes,
-        header_bytes(block_bytes) + block_bytes,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
-    layout = f"token ids, {sys.byteorder} endian, {config.block_size} a block"
-    tier_files = exit_stack.enter_context(
-        open_tier_files(tier_options, blake2b(layout.encode(), digest_size=HASH_BYTES).digest())
-    )
-    moves = None if tier_files is None else FileMoves(tier_files.files, tier_files.executor)
-    create_host_blocks = CheckedHostBlocks if tier_options.check_kv else HostBlocks
-    return LoadedModel(
-        name,
-        _create_hash_model(options, config, draft_model, moves, create_host_blocks(block_bytes)),
-        ByteTokenizer(),
-        replace(config, host_tier=host_tier),
-        disk_keys=() if tier_files is None else tier_files.keys,
-    )
-
-
-def _hash_step_costs(
-    options: Mapping[str, int | float], draft: Mapping[str, int | float]
-) -> StepCosts | None:
-    """Return the step costs, or None where a step takes no time: all draft lengths are equal."""
-    step_ms, draft_ms = options.get("step_ms", 0.0), draft.get("step_ms", 0.0)
-    if not step_ms:
-        return None
-    return StepCosts(((1, step_ms / 1000),), ((1, draft_ms / 1000),))
-
-
-def _create_hash_model(
-    options: Mapping[str, int | float],
-    config: EngineConfig,
-    draft: HashModel | None = None,
-    files: FileMoves | None = None,
-    host_blocks: HostBlocks | None = None,
-) -> HashModel:
-    tokenizer = ByteTokenizer()
-    likely = [tokenizer.encode(chr(byte))[0] for byte in LETTERS]
-    return HashModel(
-        vocab_size=tokenizer.vocab_size,
-        eos_token=tokenizer.eos_token,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        seed=int(options.get("seed", 0)),
-        likely_tokens=[*likely, *likely, *likely, tokenizer.eos_token],
-        agreement=float(options.get("agreement", 1.0)),
-        step_s=float(options.get("step_ms", 0.0)) / 1000,
-        draft=draft,
-        files=files,
-        host_blocks=host_blocks,
-    )

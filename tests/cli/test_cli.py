@@ -204,7 +204,7 @@ def test_info_prints_versions_device_and_what_would_fit(forge: ForkedForge) -> N
         f"python   {sys.version.split()[0]}",
         f"torch    {torch}",
         f"device   cpu, {os.uname().machine}",
-        "model    hash",
+        "model    tiny",
         "cache    300 blocks x 16 tokens = 4800 tokens",
         "batch    up to 64 sequences; the cache holds 4.7 of the longest (1000 tokens)",
         "address  127.0.0.1:0",
@@ -302,7 +302,9 @@ def test_a_checkpoint_without_what_it_needs_says_what_to_install() -> None:
 
 def test_generate_prints_what_llm_gives(forge: ForkedForge) -> None:
     (output,) = LLM("hash").generate("Once upon a time")
-    assert forge.check_output("generate", "Once upon a time") == output.text + "\n"
+    assert (
+        forge.check_output("generate", "Once upon a time", "--model", "hash") == output.text + "\n"
+    )
 
 
 def test_generate_takes_sampling_flags_and_those_of_the_engine(forge: ForkedForge) -> None:
@@ -344,7 +346,8 @@ def test_generate_ends_quietly_when_its_reader_leaves() -> None:
 
 @pytest.mark.long
 def test_generate_prints_to_a_terminal_that_does_not_know_every_character() -> None:
-    words = ("--max-tokens", "300", "--temperature", "2", "--ignore-eos", "--seed", "1")
+    words = ("--model", "hash", "--max-tokens", "300", "--temperature", "2")
+    words = (*words, "--ignore-eos", "--seed", "1")
     params = SamplingParams(max_tokens=300, temperature=2.0, ignore_eos=True, seed=1)
     (output,) = LLM("hash").generate("abc", params)
     assert not output.text.isascii(), "this seed shows nothing: take another"
@@ -503,9 +506,9 @@ def test_a_server_says_it_is_ready_answers_and_stops_on_sigterm() -> None:
         banner,
     ):
         assert banner["forge"] == f"{__version__} is ready"
-        assert banner["model"] == "hash"
+        assert banner["model"] == "tiny"
         assert banner["cache"] == "256 blocks x 16 tokens = 4096 tokens"
-        assert banner["batch"].startswith("up to 8 sequences; the cache holds 0.5 of the longest")
+        assert banner["batch"].startswith("up to 8 sequences; the cache holds 4.0 of the longest")
         health = get(banner["address"] + "/healthz")
         assert health["status"] == "ok"
         assert health["kv_blocks_total"] == 256
@@ -746,9 +749,12 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("serve --depth 3", "forge serve: --depth: 3 is not supported. Give 1 or 2"),
         ("serve --num-blocks 0", "forge serve: --num-blocks: 0 is not a positive integer. Give 1"),
         ("serve --num-blocks 99999999999999", "forge serve: --num-blocks: 99999999999999 is more"),
-        ("serve --max-num-seqs 4096", "forge serve: --max-num-batched-tokens: 2048 is less than "),
         (
-            "info --dtype int8",
+            "serve hash --max-num-seqs 4096",
+            "forge serve: --max-num-batched-tokens: 2048 is less than ",
+        ),
+        (
+            "info hash --dtype int8",
             "forge info: --dtype: the model hash does not accept it. Leave ",
         ),
         (
@@ -756,8 +762,18 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
             "forge info: --gpu-memory-utilization: 'x' is not a ",
         ),
         (
-            "generate a --enforce-eager",
+            "generate a --enforce-eager --model hash",
             "forge generate: --enforce-eager: the model hash does not ",
+        ),
+        (
+            "generate a --enforce-eager",
+            "forge generate: --enforce-eager: the model tiny is computed in numpy, in float32 on ",
+        ),
+        ("info --dtype int8", "forge info: --dtype: 'int8' is not known. Give one of: auto, fl"),
+        ("info --max-model-len 1025", "forge info: --max-model-len: 1025 is more than the 1024 p"),
+        (
+            "info --speculative-model hash",
+            "forge info: --speculative-model: 'hash' cannot draft for tiny. Use tiny-draft",
         ),
         ("serve --policy nonesuch", "forge serve: --policy: 'nonesuch' is not known. Use fcfs, "),
         ("serve --policy none.py", "forge serve: --policy: there is no file 'none.py'. Use fcfs, "),
@@ -875,7 +891,7 @@ def test_a_refusal_stays_one_line_whatever_was_given(forge: ForkedForge) -> None
         ("FORGE_NUM_BLOCKS", "0", "FORGE_NUM_BLOCKS: 0 is not a positive integer. Give 1 or more"),
         ("FORGE_ENABLE_PREFIX_CACHING", "on?", "FORGE_ENABLE_PREFIX_CACHING: 'on?' is not true or"),
         ("FORGE_MODEL", "nonesuch", "FORGE_MODEL: 'nonesuch' is not a model this build serves"),
-        ("FORGE_DEVICE", "cpu", "FORGE_DEVICE: the model hash does not accept it. Leave it out"),
+        ("FORGE_DEVICE", "cuda", "FORGE_DEVICE: the model tiny is computed in numpy, in float32"),
         ("FORGE_API_KEY", "a,,b", "FORGE_API_KEY: it is empty. Give text, or leave it out"),
         ("FORGE_ADDR", "8080", "FORGE_ADDR: '8080' is not HOST:PORT. Give 127.0.0.1:8080, say"),
         ("FORGE_ADDR", ":8080", "FORGE_ADDR: ':8080' is not HOST:PORT"),

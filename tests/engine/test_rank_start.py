@@ -11,6 +11,7 @@ from forge.config import DeviceOptions, EngineConfig
 from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, RankMismatch
 from forge.llm import LLM, load_policy
+from forge.models.embedded import embedded_folder
 from forge.models.hash import HashModel
 from forge.policy import FCFS
 from forge.rank_start import PlanChecker, start_ranks
@@ -18,6 +19,8 @@ from forge.recording import RecordingWriter, build_header
 from forge.request import Request, SamplingParams
 from forge.seam import PendingStep, StepPlan
 
+TINY = str(embedded_folder("tiny"))
+"""The folder's name: a checkpoint on torch."""
 TWO = {"tensor_parallel_size": 2}
 
 
@@ -50,22 +53,27 @@ def test_options_that_ranks_do_not_have_are_refused_before_a_process_starts(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=message):
-        start_ranks("tiny", TWO | options, "fcfs", load_policy)
+        start_ranks(TINY, TWO | options, "fcfs", load_policy)
 
 
 def test_functions_of_a_policy_cannot_be_compared_on_other_ranks() -> None:
     with pytest.raises(InvalidConfig, match="check_ranks: the policy's functions cannot be sent"):
-        start_ranks("tiny", TWO | {"check_ranks": True}, FCFS, load_policy)
+        start_ranks(TINY, TWO | {"check_ranks": True}, FCFS, load_policy)
 
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 1}])
 def test_a_model_of_one_rank_starts_no_process(options: dict[str, Any]) -> None:
-    assert start_ranks("tiny", options, "fcfs", load_policy) is None
+    assert start_ranks(TINY, options, "fcfs", load_policy) is None
 
 
 def test_the_model_hash_is_not_divided() -> None:
     with pytest.raises(InvalidConfig, match="tensor_parallel_size: the model hash does not accept"):
         LLM("hash", tensor_parallel_size=2)
+
+
+def test_the_model_tiny_is_not_divided() -> None:
+    with pytest.raises(InvalidConfig, match="tensor_parallel_size: the model tiny is computed in"):
+        LLM("tiny", tensor_parallel_size=2)
 
 
 def recorded_lines() -> list[str]:

@@ -13,10 +13,13 @@ import pytest
 from forge import LLM, SamplingParams
 from forge.config import HostTier
 from forge.errors import InvalidConfig
+from forge.models.embedded import embedded_folder
 from forge.request import CachedTokens
 from forge.sim.replay import replay
 from forge.tier_options import GIB, TierOptions
 
+TINY = str(embedded_folder("tiny"))
+"""The folder's name: a checkpoint on torch."""
 SMALL: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 128}
 HOST: dict[str, Any] = {**SMALL, "kv_host_gib": 64 * 16 / GIB}
 """64 host blocks of four tokens, four bytes each."""
@@ -187,16 +190,19 @@ def test_a_size_that_a_refusal_names_is_accepted(refused_gib: float, block_bytes
     assert host_tier(float(remedy)) is not None
 
 
-@pytest.mark.torch
-def test_a_checkpoint_finds_its_prefixes_in_files_after_a_restart(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+@pytest.mark.parametrize("model", ["tiny", pytest.param(TINY, marks=pytest.mark.torch)])
+def test_a_checkpoint_finds_its_prefixes_in_files_after_a_restart(
+    model: str, tmp_path: Path
+) -> None:
+    if model == TINY:
+        pytest.importorskip("torch")
     options = {**files(tmp_path / "kv"), "kv_host_gib": 0.01, "kv_disk_gib": 0.01}
     options |= {"device": "cpu", "kv_load_rule": "always"}
-    with LLM("tiny", **SMALL, device="cpu") as llm:
+    with LLM(model, **SMALL, device="cpu") as llm:
         texts = {text for text, _ in serve(llm)}
-    with LLM("tiny", **options) as llm:
+    with LLM(model, **options) as llm:
         first = serve(llm)
-    with LLM("tiny", **options) as llm:
+    with LLM(model, **options) as llm:
         second = serve(llm)
     assert texts == {text for text, _ in (*first, *second)} and len(texts) == 1
     assert first[2][1].host == second[0][1].disk > 0
@@ -206,7 +212,7 @@ def test_a_checkpoint_finds_its_prefixes_in_files_after_a_restart(tmp_path: Path
 def test_a_checkpoint_refuses_host_memory_without_prefix_caching() -> None:
     pytest.importorskip("torch")
     with pytest.raises(InvalidConfig, match="kv_host_gib: blocks in host memory are found by"):
-        LLM("tiny", kv_host_gib=0.01, enable_prefix_caching=False, device="cpu")
+        LLM(TINY, kv_host_gib=0.01, enable_prefix_caching=False, device="cpu")
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:

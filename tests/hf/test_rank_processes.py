@@ -17,11 +17,14 @@ torch = pytest.importorskip("torch")
 from forge.async_llm import AsyncLLM  # noqa: E402
 from forge.bench.served_traffic import find_free_port  # noqa: E402
 from forge.llm import LLM, Options  # noqa: E402
+from forge.models.embedded import embedded_folder  # noqa: E402
 from forge.request import SamplingParams  # noqa: E402
 from tests.ranks.test_rank_group import is_alive, wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(480)]
 
+TINY = str(embedded_folder("tiny"))
+"""The folder's name: a checkpoint on torch."""
 ON_CPU: Options = {"device": "cpu", "dtype": "float32", "num_blocks": 256}
 PROMPTS = ("Once upon a time", "The quick")
 PARAMS = (
@@ -50,11 +53,11 @@ def child_pids(parent: int) -> list[int]:
 
 def test_two_processes_serve_the_tokens_of_one_and_end_when_one_is_killed() -> None:
     """Each rank schedules too and compares its plans. Then rank 1 is killed during a request."""
-    with LLM("tiny", **ON_CPU) as alone:
+    with LLM(TINY, **ON_CPU) as alone:
         outputs = alone.generate(list(PROMPTS), list(PARAMS), use_tqdm=False)
         expected = [list(output.choices[0].token_ids) for output in outputs]
     before = child_pids(os.getpid())
-    llm = AsyncLLM.spawn("tiny", **ON_CPU, tensor_parallel_size=2, check_ranks=True)
+    llm = AsyncLLM.spawn(TINY, **ON_CPU, tensor_parallel_size=2, check_ranks=True)
     rank_1, rank_0 = [pid for pid in child_pids(os.getpid()) if pid not in before]
 
     async def serve() -> list[list[int]]:
@@ -84,7 +87,7 @@ def test_ranks_of_a_program_end_with_it() -> None:
     code = (
         "from forge import LLM, SamplingParams\n"
         "if __name__ == '__main__':\n"
-        "    with LLM('tiny', device='cpu', num_blocks=64, tensor_parallel_size=2) as llm:\n"
+        f"    with LLM({TINY!r}, device='cpu', num_blocks=64, tensor_parallel_size=2) as llm:\n"
         "        params = SamplingParams(max_tokens=4, temperature=0.0)\n"
         "        print(len(llm.generate('Once', params)[0].choices[0].token_ids))\n"
     )

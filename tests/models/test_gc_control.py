@@ -13,11 +13,15 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.models import loader
+from forge.models.embedded import embedded_folder
 from forge.models.gc_control import freeze_gc, freeze_objects, pause_gc
 from forge.models.hash import HashModel
 from forge.models.loaded_model import LoadedModel
 from forge.models.loader import import_checkpoint_packages, load_model
 from forge.tokenizer import ByteTokenizer
+
+TINY = str(embedded_folder("tiny"))
+"""The folder's name: a checkpoint on torch."""
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +159,7 @@ def test_nothing_is_collected_during_imports_and_their_objects_are_frozen(
     package = CollectorState(gone)
     monkeypatch.setitem(sys.modules, "forge.models.hf", package)
     Cycle(gone)
-    with load_model("tiny", {"device": "cpu", "load_format": "dummy", **draft}):
+    with load_model(TINY, {"device": "cpu", "load_format": "dummy", **draft}):
         package.record("serve")
     # An import reads an attribute more than once.
     assert list(dict.fromkeys(package.states)) == [
@@ -172,6 +176,6 @@ def test_nothing_is_collected_while_the_server_imports_the_same_packages(
 ):
     states: list[bool] = []
     monkeypatch.setattr(loader, "import_module", lambda name: states.append(gc.isenabled()))
-    import_checkpoint_packages("tiny")
+    import_checkpoint_packages(TINY)
     assert states == [False]
     assert gc.isenabled()

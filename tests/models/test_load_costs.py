@@ -11,9 +11,13 @@ import pytest
 
 from forge import LLM
 from forge.config import DiskTier, EngineConfig, HostTier, LoadCosts
+from forge.models.embedded import embedded_folder
 from forge.models.load_costs import describe_load_costs, measure_load_costs
 from forge.seam import StepOutput, StepPlan
 from forge.tier_status import TierStatus
+
+TINY = str(embedded_folder("tiny"))
+"""The folder's name: a checkpoint on torch."""
 
 CONFIG = EngineConfig(
     num_blocks=1024,
@@ -203,20 +207,21 @@ def test_a_checkpoint_measures_its_tiers_at_the_start(
     pytest.importorskip("torch")
     options = {"device": "cpu", "num_blocks": 32, "block_size": 8, "max_model_len": 128}
     files = {"kv_disk_path": f"{tmp_path}/kv", "kv_disk_gib": 0.01}
-    with caplog.at_level(logging.INFO), LLM("tiny", **options, kv_host_gib=0.01, **files) as llm:  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO), LLM(TINY, **options, kv_host_gib=0.01, **files) as llm:  # type: ignore[arg-type]
         tier = llm.engine.config.host_tier
         check_unused(llm, tmp_path / "kv")
     assert tier is not None and tier.costs is not None and tier.disk is not None
     assert tier.costs.token_ns > 0 and tier.disk.fetch_block_ns > 0
     assert [m for m in caplog.messages if m.startswith("KV tiers: ")]
-    with LLM("tiny", **options, kv_host_gib=0.01, **files, kv_load_rule="always") as llm:  # type: ignore[arg-type]
+    with LLM(TINY, **options, kv_host_gib=0.01, **files, kv_load_rule="always") as llm:  # type: ignore[arg-type]
         tier = llm.engine.config.host_tier
     assert tier is not None and tier.costs is None and tier.disk is not None
     assert tier.disk.fetch_block_ns == 0
 
 
-def test_the_model_hash_always_loads() -> None:
-    """The time of its steps has nothing to do with what they compute."""
-    with LLM("hash", kv_host_gib=0.001) as llm:
+@pytest.mark.parametrize("model", ["hash", "tiny"])
+def test_an_embedded_model_always_loads(model: str) -> None:
+    """Steps of hash take no time, and those of tiny far more than loads of their blocks."""
+    with LLM(model, kv_host_gib=0.001) as llm:
         tier = llm.engine.config.host_tier
     assert tier is not None and tier.costs is None

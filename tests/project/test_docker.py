@@ -66,7 +66,7 @@ def test_the_program_is_forge_itself_and_takes_its_arguments(name: str) -> None:
     program, *words = [*json.loads(entry), *json.loads(default)]
     assert program == "forge"
     args = create_parser(words).parse_args(words)
-    assert (args.command, args.model) == ("serve", "hash")
+    assert (args.command, args.model) == ("serve", "tiny")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -22,8 +22,8 @@ from starlette.applications import Starlette
 
 from forge.async_llm import AsyncLLM
 from forge.limits import DEFAULT_LIMITS, Limits
+from forge.models.embedded import LETTERS
 from forge.models.hash import HashModel
-from forge.models.loader import LETTERS
 from forge.seam import PendingStep, StepPlan
 from forge.server.http_server import HTTPServer
 from forge.tokenizer import Vocabulary

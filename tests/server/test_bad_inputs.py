@@ -26,7 +26,7 @@ import pytest
 from forge import LLM, HashModel, SamplingParams
 from forge.errors import InvalidRequest
 from forge.limits import DEFAULT_LIMITS, Limits
-from forge.models.loader import LETTERS
+from forge.models.embedded import LETTERS
 from forge.models.paged import FaultHooks
 from forge.seam import StepPlan
 from forge.tokenizer import ByteTokenizer, ChatEnd, ChatMessage

@@ -1084,7 +1084,7 @@ HANGS = """
 def open_server_process(*words: str) -> Iterator[tuple[subprocess.Popen[str], LimitsServer]]:
     """Run `forge serve` as a process; yield it and a client of it."""
     with subprocess.Popen(
-        [sys.executable, "-m", "forge", "serve", "--port=0", "--served-model-name=hash", *words],
+        [sys.executable, "-m", "forge", "serve", "hash", "--port=0", *words],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("FORGE_")},
         stdout=subprocess.PIPE,

@@ -399,7 +399,7 @@ def test_no_bad_start_lasts_or_leaves_a_process(tmp_path: Path) -> None:
             [command, str(tmp_path / "nowhere")],
             [command, "nonesuch"],
             [command, "--num-blocks=0"],
-            [command, "--max-num-seqs=4096"],
+            [command, "hash", "--max-num-seqs=4096"],
             [command, "--config", str(bad)],
             [command, "--config", str(tmp_path / "none.yaml")],
             [command, "--policy", str(tmp_path / "none.py")],
