@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from safetensors.numpy import load_file
 
-from forge.models.paged import BlockRow, RowLogits
+from forge.models.paged_decoder import BlockRow, RowLogits
 
 Array: TypeAlias = Any
 """Array of numpy, of float32 where nothing else is said."""

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 
 from forge.models.file_moves import FileMoves
 from forge.models.host_blocks import HostBlocks
-from forge.models.paged import NO_FAULTS, BlockRow, ComputedStep, FaultHooks, PagedModel, RowLogits
+from forge.models.paged import NO_FAULTS, ComputedStep, FaultHooks, PagedModel
+from forge.models.paged_decoder import BlockRow, RowLogits
 from forge.seam import Row, StepPlan
 from forge.weights import PartTimes
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from forge.models.embedded import embedded_folder  # noqa: E402
 from forge.models.llama import Llama  # noqa: E402
-from forge.models.paged import BlockRow  # noqa: E402
+from forge.models.paged_decoder import BlockRow  # noqa: E402
 from forge.request import Request  # noqa: E402
 from forge.sampling import PLAIN, draw_key, gumbel, process_logits  # noqa: E402
 from tests.models.ragged_runs import draw_requests, run  # noqa: E402

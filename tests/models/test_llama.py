@@ -18,7 +18,7 @@ from forge.errors import InvalidConfig
 from forge.models.embedded import EMBEDDED_CHECKPOINTS, MAX_POSITIONS, embedded_folder
 from forge.models.llama import Llama
 from forge.models.loader import load_model
-from forge.models.paged import BlockRow
+from forge.models.paged_decoder import BlockRow
 from forge.request import Structure
 from tests.models.ragged_runs import TEXT, draw_requests, run
 
