@@ -108,11 +108,11 @@ def torchrun_command() -> list[str]:
 @pytest.mark.long
 def test_torchrun_starts_the_ranks_of_a_command() -> None:
     """Rank 0 runs the command, and the other process follows it and ends with it."""
-    with LLM("tiny", **ON_CPU) as alone:
+    with LLM(TINY, **ON_CPU) as alone:
         (output,) = alone.generate(["Once"], PARAMS[0], use_tqdm=False)
     options = "--device cpu --dtype float32 --num-blocks 256 --tensor-parallel-size 2".split()
     sampling = "--temperature 0 --max-tokens 16 --ignore-eos".split()
-    words = [*torchrun_command(), *"-m forge generate Once --model tiny".split()]
+    words = [*torchrun_command(), *f"-m forge generate Once --model {TINY}".split()]
     ended = subprocess.run(
         [*words, *options, *sampling], cwd=ROOT, capture_output=True, timeout=400, text=True
     )
