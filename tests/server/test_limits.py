@@ -1082,11 +1082,12 @@ HANGS = """
 
 @contextmanager
 def open_server_process(*words: str) -> Iterator[tuple[subprocess.Popen[str], LimitsServer]]:
-    """Run `forge serve` as a process; yield it and a client of it."""
+    """Run `forge serve` as a process, of hash unless a word names a model; yield a client too."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
     with subprocess.Popen(
-        [sys.executable, "-m", "forge", "serve", "hash", "--port=0", *words],
+        [sys.executable, "-m", "forge", "serve", "--port=0", "--served-model-name=hash", *words],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("FORGE_")},
+        env=outer | {"FORGE_MODEL": "hash"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
