@@ -180,6 +180,16 @@ class BlockPool:
         return [*reversed(self._empty_blocks), *(b for each in self._cached_lists for b in each)]
 
     @property
+    def next_free_block(self) -> int | None:
+        """Block that `allocate` returns next, empty or cached; None where none is free."""
+        if self._empty_blocks:
+            return self._empty_blocks[-1]
+        for cached in self._cached_lists:
+            if cached:
+                return next(iter(cached))
+        return None
+
+    @property
     def num_used_blocks(self) -> int:
         """Used blocks: those in at least one table."""
         return self.num_blocks - self.num_free_blocks

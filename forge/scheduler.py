@@ -81,6 +81,21 @@ from forge.sequence import (
 from forge.sessions import Session, SessionKey, SessionTable
 from forge.step_bound import PendingPrompt, max_prompt_tokens
 from forge.uniform_steps import FastForward, create_last_plan, num_uniform_steps, repeat_decodes
+from forge.wait_reasons import (
+    BLOCKS,
+    BUDGET,
+    COMMIT,
+    FILES,
+    OWN_TOKEN,
+    PAUSE,
+    POLICY,
+    PREEMPTION,
+    PREFIX,
+    SEARCH,
+    SIBLING,
+    SLOTS,
+    WaitReasons,
+)
 
 MAX_PREEMPTIONS = 8
 
@@ -100,6 +115,7 @@ class Scheduler:
     next_step            number of the next plan
     gate                 running sequences whose next row waits for a commit
     is_frozen            no row is planned: see `freeze`
+    wait_reasons         why the last `schedule()` left sequences in the queue
     num_queried_tokens   tokens of sequences when they were first admitted
     cached_tokens        those of them that another sequence had computed, by tier
     num_uncached_tokens  those of them that no tier had
@@ -142,6 +158,7 @@ class Scheduler:
         self._is_stalled = False
         self.is_frozen = False
         self.gate = CommitGate()
+        self.wait_reasons = WaitReasons()
         self.ledger: deque[StepPlan] = deque()
         self.cached_tokens = NOTHING_CACHED
         self.resumed_tokens = NOTHING_CACHED
@@ -342,8 +359,10 @@ class Scheduler:
             self.policy_calls.raise_pending()
         num_preempted = len(self._preempted_events)
         self.new_request_ids.clear()
+        self.wait_reasons.clear()
         late_masks = self._late_masks()
         if self.is_frozen:
+            self.wait_reasons.limit_admission(PAUSE, "the engine is paused")
             return self._add_plan([], [], [], late_masks) if late_masks else None
         rows: list[Row] = []
         late_rows: list[int] = []
@@ -352,6 +371,7 @@ class Scheduler:
         if self.gate.sequences:
             blocked = self.gate.blocked()
             if blocked and self.gate.should_wait(blocked, self.running.values()):
+                self.wait_reasons.limit_admission(COMMIT, "drafts in flight decide the next plan")
                 return self._add_plan(rows, copies, late_rows, late_masks) if late_masks else None
         without_block = self._allocate_decode_blocks()
         try:
@@ -360,6 +380,9 @@ class Scheduler:
                 if self.waiting:
                     self._displace()
                     self._admit(copies)
+            else:
+                why = "running sequences are short of blocks"
+                self.wait_reasons.limit_admission(PREEMPTION, why)
             self._plan_rows(rows, late_rows, without_block | blocked)
         except PolicyError:
             self.disk_cache.cancel_requests()
@@ -497,15 +520,10 @@ class Scheduler:
         budget -= sum(map(self._num_to_compute, self._prefilling.values()))
         skipped: list[Sequence] = []
         try:
-            # The search is bounded, or a long queue would slow every step.
-            while (
-                self.waiting
-                and self._free_slots
-                and budget > 0
-                and len(skipped) < self.config.max_num_seqs
-            ):
+            while self.waiting and self._may_admit(budget, len(skipped)):
                 index = self.policy_calls.admission(self.waiting)
                 if index is None:
+                    self.wait_reasons.limit_admission(POLICY, "the policy admits none of them")
                     break
                 sequence = self.waiting[index]
                 if self._must_wait(sequence):
@@ -521,25 +539,49 @@ class Scheduler:
             for sequence in skipped:
                 self._enqueue(sequence)
 
+    def _may_admit(self, budget: int, num_skipped: int) -> bool:
+        """Return whether another sequence may be admitted; otherwise set what ended admission."""
+        num_slots = self.config.max_num_seqs
+        if not self._free_slots:
+            self.wait_reasons.limit_admission(SLOTS, f"{num_slots} of {num_slots} slots are taken")
+        elif budget <= 0:
+            num_tokens = self.config.max_num_batched_tokens
+            why = f"the {num_tokens} tokens of a step are spent on running sequences"
+            self.wait_reasons.limit_admission(BUDGET, why)
+        elif num_skipped >= num_slots:  # or a long queue would slow every step
+            why = f"{num_skipped} before them wait for a commit"
+            self.wait_reasons.limit_admission(SEARCH, why)
+        else:
+            return True
+        return False
+
     def _must_wait(self, sequence: Sequence) -> bool:
         """Return whether a commit that is to come decides what the sequence needs.
 
         True while its own token is in flight, while a sibling computes the same prompt, and while
         another sequence computes the next block of the same prefix. Also while files of its next
-        blocks are read, which are requested here.
+        blocks are read, which are requested here. The reason is written to `wait_reasons`.
         """
+        reasons = self.wait_reasons.by_seq_id
         if sequence.epoch and any(
             row.seq_id == sequence.id and row.num_samples for p in self.ledger for row in p.rows
         ):
+            reasons[sequence.id] = OWN_TOKEN
             return True
         if sequence.waits_for_sibling(self.requests[sequence.request.id]):
+            reasons[sequence.id] = SIBLING
             return True
         if self.prefix_cache.next_block_in_progress(sequence):
+            reasons[sequence.id] = PREFIX
             return True
         if not self._has_host_tier or self.disk_cache.is_empty or sequence.was_retried:
             return False
         first, hashes = self.prefix_cache.missing_blocks(sequence)
-        return self.disk_cache.request_fetches(sequence.id, first, hashes, is_idle=not self.running)
+        is_idle = not self.running
+        if self.disk_cache.request_fetches(sequence.id, first, hashes, is_idle=is_idle):
+            reasons[sequence.id] = FILES
+            return True
+        return False
 
     def _try_start(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """Let the sequence run with a slot and blocks, or return False where too few are free.
@@ -563,6 +605,9 @@ class Scheduler:
         # Left free, so that running sequences can grow: one block each, up to 1 % of the pool.
         num_reserved = min(len(self.running), max(1, pool.num_blocks // 100))
         if num_needed + num_reserved > pool.num_free_blocks:
+            why = f"{num_needed} blocks needed, {num_reserved} kept, {pool.num_free_blocks} free"
+            self.wait_reasons.by_seq_id[sequence.id] = why
+            self.wait_reasons.limit_admission(BLOCKS, f"sequence {sequence.id} lacks blocks")
             return False
         num_new = num_needed
         if parent is None:  # cached blocks that it starts on are not left for new ones

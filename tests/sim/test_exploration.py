@@ -529,7 +529,7 @@ NOT_IN_FORM = {
     # Statistics and events, and numbers whose order alone matters.
     "num_queried_tokens num_uncached_tokens num_preemptions num_draft_tokens "
     "num_accepted_tokens cached_tokens resumed_tokens num_loaded_tokens new_request_ids "
-    "_admitted_events _preempted_events "
+    "wait_reasons _admitted_events _preempted_events "
     "_finished_events _next_seq_id",
     # Protected hashes are those of chains. _ref_counts and _block_by_hash follow from the others.
     BlockPool: "block_size num_evictions num_copies peak_used_blocks _ref_counts _block_by_hash "
