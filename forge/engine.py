@@ -187,7 +187,7 @@ class Recorder(Protocol):
 class Engine:
     """Serves requests on one model. Not thread-safe: one thread calls everything.
 
-    recorder    receives everything that decisions depend on
+    recorder    receives everything that decisions depend on. May be set before the first call
     kv_events   receives the changes of the prefix cache, after each call that made some; those of a
                 call that raises come with the next ones
     proposer    replaces the proposer that `config.speculation` names
@@ -239,7 +239,7 @@ class Engine:
         self._has_created_matchers = False
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._undelivered_deltas: list[Delta] = []
-        self._recorder = recorder
+        self.recorder = recorder
         self.weights = WeightVersions()
         self.pause_mode: PauseMode | None = None
         self.sleep_level = 0
@@ -305,8 +305,8 @@ class Engine:
             self._held_requests[request.id] = request
             return
         self.scheduler.add(request)
-        if self._recorder is not None:
-            self._recorder.record_submit(request)
+        if self.recorder is not None:
+            self.recorder.record_submit(request)
 
     def check(self, request: Request) -> None:
         """Raise what `submit` would, except for a duplicate id. Any thread may call this.
@@ -359,8 +359,8 @@ class Engine:
             self._end_held(held, FinishReason.ABORT, None)
             return
         self._undelivered_deltas += self.weights.label(self.scheduler.abort(request_id))
-        if self._recorder is not None:
-            self._recorder.record_abort(request_id)
+        if self.recorder is not None:
+            self.recorder.record_abort(request_id)
 
     def add_disk_keys(self, keys: Sequence[bytes]) -> None:
         """Let sequences fetch blocks of these keys from files, the one used longest ago first.
@@ -374,8 +374,8 @@ class Engine:
             )
         self.scheduler.disk_cache.add_keys(keys)
         self._deliver_kv_events()
-        if self._recorder is not None:
-            self._recorder.record_disk_keys(keys)
+        if self.recorder is not None:
+            self.recorder.record_disk_keys(keys)
 
     def end_session(self, key: SessionKey) -> bool:
         """End a session for its client, and return whether it was open.
@@ -384,8 +384,8 @@ class Engine:
         the session closes when that ends.
         """
         was_open = self.scheduler.end_session(key)
-        if was_open and self._recorder is not None:
-            self._recorder.record_end_session(key)
+        if was_open and self.recorder is not None:
+            self.recorder.record_end_session(key)
         return was_open
 
     def expire_session(self, key: SessionKey, last_turn: int) -> bool:
@@ -394,8 +394,8 @@ class Engine:
         Timers call it `config.session_ttl_s` after the session paused.
         """
         has_expired = self.scheduler.expire_session(key, last_turn)
-        if has_expired and self._recorder is not None:
-            self._recorder.record_expire_session(key, last_turn)
+        if has_expired and self.recorder is not None:
+            self.recorder.record_expire_session(key, last_turn)
         return has_expired
 
     def resize(self, num_blocks: int | None = None, num_host_blocks: int | None = None) -> None:
@@ -427,8 +427,8 @@ class Engine:
         if num_host_blocks is not None:
             self.scheduler.resize_host(num_host_blocks)
         self._deliver_kv_events()
-        if self._recorder is not None:
-            self._recorder.record_resize(num_blocks, num_host_blocks)
+        if self.recorder is not None:
+            self.recorder.record_resize(num_blocks, num_host_blocks)
 
     def reset_prefix_cache(self) -> None:
         """Share nothing computed so far with later requests, in any tier.
@@ -437,8 +437,8 @@ class Engine:
         """
         self.scheduler.reset_prefix_cache()
         self._deliver_kv_events()
-        if self._recorder is not None:
-            self._recorder.record_reset()
+        if self.recorder is not None:
+            self.recorder.record_reset()
 
     # Pauses.
 
@@ -451,8 +451,8 @@ class Engine:
         """
         if mode is PauseMode.WAIT and self.is_paused:
             return  # nothing is left to wait for, or it would wait for frozen requests
-        if self._recorder is not None:
-            self._recorder.record_pause(mode)
+        if self.recorder is not None:
+            self.recorder.record_pause(mode)
         self.pause_mode = mode
         if mode is PauseMode.WAIT:
             return
@@ -473,8 +473,8 @@ class Engine:
             raise EnginePaused("the model sleeps. Wake it first")
         if self._lacks_weights:
             raise EnginePaused("the model has no weights after a sleep of level 2. Update them all")
-        if self._recorder is not None:
-            self._recorder.record_resume()
+        if self.recorder is not None:
+            self.recorder.record_resume()
         self.pause_mode = None
         self.scheduler.unfreeze()
         held, self._held_requests = self._held_requests, {}
@@ -499,7 +499,7 @@ class Engine:
         the model sleeps or a WAIT has not begun, and changes nothing then. Raises EngineDead where
         the update failed halfway.
         """
-        model, recorder = self.model, self._recorder
+        model, recorder = self.model, self.recorder
         if not isinstance(model, UpdatesWeights):
             raise InvalidConfig(
                 "weights", "those of this model are fixed", "Start again with the new weights"
@@ -522,10 +522,10 @@ class Engine:
             raise EngineDead(f"an update of the weights failed halfway: {error!r}") from error
         self._lacks_weights = False
         self.weights.advance(version, self.scheduler.sequences.values())
-        if recorder is not None:
-            recorder.record_weights(version, namespace)
         self.scheduler.discard_kv(f"weights {version}", namespace)
         self._deliver_kv_events()
+        if recorder is not None:
+            recorder.record_weights(version, namespace)
         return version
 
     def sleep(self, level: int) -> PartTimes:
@@ -546,11 +546,11 @@ class Engine:
         self._check_paused()
         if self.sleep_level:
             raise EnginePaused("the model sleeps already. Wake it first")
-        if self._recorder is not None:
-            self._recorder.record_sleep(level)
         self.scheduler.freeze()
         self.scheduler.discard_kv("the model sleeps", self.scheduler.prefix_cache.namespace)
         self._deliver_kv_events()
+        if self.recorder is not None:
+            self.recorder.record_sleep(level)
         self.sleep_level = level
         return model.sleep(level)
 
@@ -597,7 +597,7 @@ class Engine:
         A model that raises voids every plan in flight: its sequences are computed again, once.
         EngineDead and InvalidConfig are raised: a later step would fail the same way.
         """
-        plan, recorder = None, self._recorder
+        plan, recorder = None, self.recorder
         if self.scheduler.can_plan:
             plan = self.scheduler.schedule()
             if recorder is not None:
@@ -638,7 +638,7 @@ class Engine:
 
         0 while deltas are undelivered or a recorder is set. For simulation; see `fast_forward`.
         """
-        if self._undelivered_deltas or self._recorder is not None:
+        if self._undelivered_deltas or self.recorder is not None:
             return 0
         return self.scheduler.num_uniform_steps(token)
 

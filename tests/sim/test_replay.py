@@ -56,11 +56,11 @@ def record_world(world: RandomWorld) -> tuple[list[str], Counter[str]]:
         header = build_header(
             world.config, world.vocab_size, world.eos_token, world.policy, __version__
         )
-        engine._recorder = RecordingWriter(lines.append, lambda: next(clock), header)
+        engine.recorder = RecordingWriter(lines.append, lambda: next(clock), header)
         return model, recorder, engine
 
     outcome = run_world(world, create=build_with_recorder)
-    recording = outcome.engine._recorder
+    recording = outcome.engine.recorder
     assert isinstance(recording, RecordingWriter)
     recording.close()
     return lines, outcome.event_counts
