@@ -44,6 +44,7 @@ ENGINE_AND_BELOW = {
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
     *("max_len", "policy_calls", "commit_gate", "plan_rows", "step_bound", "uniform_steps"),
     *("pause", "weights", "weight_versions"),
+    "wait_reasons",
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -78,6 +79,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "policy_calls": {"errors", "policy", "sequence", "sessions"},
     "commit_gate": {"sequence"},
     "step_bound": {"config"},
+    "wait_reasons": set(),
+    "film.*": {"blocks", "film.*", "pause", "request", "scheduler", "seam", "sessions", "version"},
     "uniform_steps": {"blocks", "plan_rows", "prefix_cache", "request", "seam", "sequence"},
     "plan_rows": {"blocks", "drafting", "seam", "sequence"},
     "tokenizer": {"errors"},
@@ -159,7 +162,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "__init__": LLM_AND_BELOW,
     "__main__": set(),
     "sim.*": LLM_AND_BELOW
-    | {"__init__", "cli.*", "invariants", "limits", "routing.*", "server.*", "sim.*"},
+    | {"__init__", "cli.*", "film.*", "invariants", "limits", "routing.*", "server.*", "sim.*"},
     "bench.*": LLM_AND_BELOW
     | {"__init__", "bench.*", "cli.*", "limits", "ray.*", "routing.*", "server.*", "sim.*"},
 }
@@ -227,7 +230,15 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress", "weights"),
     ),
     "sim": (
-        *("commands", "fleet_command", "reports", "run_options", "exploration", "sweep"),
+        *(
+            "commands",
+            "film_command",
+            "fleet_command",
+            "reports",
+            "run_options",
+            "exploration",
+            "sweep",
+        ),
         *("baselines", "eviction", "fleet_scenario", "fleet_log", "fleet"),
         *("scenario", "fast_forward", "faults", "world", "session_metrics", "block_accesses"),
         *("answer_recorder", "decision_log", "wall_clock", "clock", "calibration"),
@@ -254,7 +265,7 @@ CORE = (
     ),
     *("routing.prefix_index", "routing.replica_table", "routing.router"),
     *("proposers", "draft_length", "drafting", "max_len", "policy_calls", "commit_gate"),
-    *("plan_rows", "step_bound", "uniform_steps", "scheduler"),
+    *("plan_rows", "step_bound", "uniform_steps", "wait_reasons", "scheduler"),
 )
 AMBIENT_MODULES = {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "secrets"),

@@ -1,0 +1,106 @@
+"""A film's lines fold to the pool: tables, cached blocks, used blocks and queue, after every step.
+
+Random worlds have all depths, forks, resizes, speculation, tiers and faults.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from itertools import count
+
+import pytest
+
+from forge.engine import Engine
+from forge.film.recorder import FilmRecorder, film_header
+from forge.film.state import FilmState, Line
+from forge.models.hash import HashModel
+from tests.core.worlds import RandomWorld, RecordingModel, build_engine, draw_world, run_world
+
+REACHED = (
+    *("copies", "preempted", "resize", "reset", "void", "kept", "gained", "grow", "publish"),
+    *("evict", "free", "wait", "loads", "left", "key"),
+)
+
+
+class FoldCheck:
+    """Folds the lines of an engine's film, and compares the state with the engine's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.lines: list[Line] = []
+        self.engine = engine
+        clock = count(0, 1000)
+        header = film_header(engine.scheduler, "a world", "fcfs", "host")
+        self.fold = FilmState(header)
+        self.recorder = FilmRecorder(self.add, engine.scheduler, lambda: next(clock), header)
+        engine.recorder = self.recorder
+
+    def add(self, line: Line) -> None:
+        """Keep a line as it is read back, and fold it."""
+        copy = json.loads(json.dumps(line))
+        self.lines.append(copy)
+        if "film" not in copy:
+            self.fold.apply(copy)
+
+    def check(self) -> None:
+        """Assert that the fold is the state of the engine."""
+        scheduler, fold = self.engine.scheduler, self.fold
+        pool = scheduler.pool
+        assert fold.tables == {s: table.blocks for s, table in pool.tables.items()}
+        assert fold.num_tokens == {s: table.num_tokens for s, table in pool.tables.items()}
+        assert fold.used == {b for b in range(pool.num_blocks) if pool.ref_count(b)}
+        published = {b for b in range(pool.num_blocks) if pool.hash_of(b) is not None}
+        assert (fold.published, len(fold.cached)) == (published, pool.num_cached_blocks)
+        assert fold.num_blocks == pool.num_blocks
+        assert fold.next_block == next(iter(pool.free_blocks), None)
+        assert fold.waiting == [sequence.id for sequence in scheduler.waiting]
+        slots = {s.id: s.slot for s in scheduler.running.values()}
+        assert fold.slots.items() <= slots.items()
+        assert fold.num_host_blocks == scheduler.host_cache.num_held_blocks
+        assert fold.num_files == scheduler.disk_cache.num_files
+
+
+def film_world(world: RandomWorld) -> list[Line]:
+    """Run a world with a film, and compare the fold with the engine after every step."""
+    checks: list[FoldCheck] = []
+
+    def create(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
+        model, recorder, engine = build_engine(world)
+        checks.append(FoldCheck(engine))
+        step = engine.step
+
+        def checked_step() -> list[object]:
+            deltas = step()
+            checks[0].check()
+            return list(deltas)
+
+        engine.step = checked_step  # type: ignore[method-assign, assignment]
+        return model, recorder, engine
+
+    run_world(world, create=create)
+    return checks[0].lines
+
+
+def reached_by(seeds: Iterable[int]) -> Counter[str]:
+    """Return how often each name occurs in the lines of these worlds."""
+    reached: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            for line in film_world(draw_world(seed)):
+                reached.update(line.keys())
+        except BaseException as failure:
+            failure.add_note(f"world {seed}: film_world(draw_world({seed}))")
+            raise
+    return reached
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(30), pytest.param(range(30, 300), marks=pytest.mark.long)],
+    ids=["first", "further"],
+)
+def test_the_folded_film_of_a_random_world_is_the_pool_after_every_step(seeds: range) -> None:
+    reached = reached_by(seeds)
+    print(dict(reached))
+    assert not [name for name in REACHED if name != "key" and not reached[name]]
