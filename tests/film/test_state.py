@@ -12,11 +12,16 @@ from itertools import count
 
 import pytest
 
+from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.film.recorder import FilmRecorder, film_header
 from forge.film.state import FilmState, Line
 from forge.models.hash import HashModel
+from forge.pause import PauseMode
+from forge.request import Request, SamplingParams
+from forge.weights import NamedWeights
 from tests.core.worlds import RandomWorld, RecordingModel, build_engine, draw_world, run_world
+from tests.film.engine_checks import Checks, engine_state
 
 REACHED = (
     *("copies", "preempted", "resize", "reset", "void", "kept", "gained", "grow", "publish"),
@@ -25,10 +30,14 @@ REACHED = (
 
 
 class FoldCheck:
-    """Folds the lines of an engine's film, and compares the state with the engine's."""
+    """Folds the lines of an engine's film, and compares the state with the engine's.
+
+    states   what the engine was after each plan
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.lines: list[Line] = []
+        self.states: list[Checks] = []
         self.engine = engine
         clock = count(0, 1000)
         header = film_header(engine.scheduler, "a world", "fcfs", "host")
@@ -42,6 +51,8 @@ class FoldCheck:
         self.lines.append(copy)
         if "film" not in copy:
             self.fold.apply(copy)
+        if "plan" in copy:
+            self.states.append(engine_state(self.engine.scheduler))
 
     def check(self) -> None:
         """Assert that the fold is the state of the engine."""
@@ -61,7 +72,7 @@ class FoldCheck:
         assert fold.num_files == scheduler.disk_cache.num_files
 
 
-def film_world(world: RandomWorld) -> list[Line]:
+def film_world(world: RandomWorld) -> FoldCheck:
     """Run a world with a film, and compare the fold with the engine after every step."""
     checks: list[FoldCheck] = []
 
@@ -79,7 +90,7 @@ def film_world(world: RandomWorld) -> list[Line]:
         return model, recorder, engine
 
     run_world(world, create=create)
-    return checks[0].lines
+    return checks[0]
 
 
 def reached_by(seeds: Iterable[int]) -> Counter[str]:
@@ -87,7 +98,7 @@ def reached_by(seeds: Iterable[int]) -> Counter[str]:
     reached: Counter[str] = Counter()
     for seed in seeds:
         try:
-            for line in film_world(draw_world(seed)):
+            for line in film_world(draw_world(seed)).lines:
                 reached.update(line.keys())
         except BaseException as failure:
             failure.add_note(f"world {seed}: film_world(draw_world({seed}))")
@@ -104,3 +115,32 @@ def test_the_folded_film_of_a_random_world_is_the_pool_after_every_step(seeds: r
     reached = reached_by(seeds)
     print(dict(reached))
     assert not [name for name in REACHED if name != "key" and not reached[name]]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])
+def test_pauses_new_weights_and_sleep_are_filmed(mode: PauseMode, depth: int) -> None:
+    """The fold is compared after each call: the content of all blocks is dropped within one."""
+    config = EngineConfig(num_blocks=16, block_size=2, max_num_seqs=4, depth=depth)
+    engine = Engine(HashModel(vocab_size=9, num_blocks=16, block_size=2), config)
+    check = FoldCheck(engine)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    engine.submit(Request(0, (1, 2, 3, 4, 5), params))
+    for _ in range(3):
+        engine.step()
+        check.check()
+    engine.submit(Request(1, (1, 2, 3, 4), params))
+    for act in (
+        lambda: engine.pause(mode),
+        lambda: engine.update_weights(NamedWeights({"seed": 7}), "v2", namespace="v2"),
+        lambda: engine.sleep(1),
+        engine.wake,
+        engine.resume,
+    ):
+        act()
+        check.check()
+    while engine.can_step:
+        engine.step()
+        check.check()
+    names = {name for line in check.lines for name in line}
+    assert names >= {"pause", "resume", "weights", "sleep", "reset", "publish"}
