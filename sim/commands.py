@@ -6,7 +6,7 @@ belongs to a Scenario.
     forge sim --rate 20 --policy ageing --log run.jsonl --draw --plot run.png --trace run.json
     forge sim sweep --policies fcfs,ageing --rates 10,20 --plot sweep.png
     forge sim fleet --replicas 2,4 --routers round-robin,prefix-aware
-    forge sim replay recording.jsonl
+    forge sim replay recording.jsonl --html run.html
     forge sim eviction trace.jsonl --blocks 1000,2000 --block-size 512
     forge sim calibrate MODEL --out calibration.json
     forge sim explore --world forks --policy fcfs
@@ -31,9 +31,18 @@ from forge.policies import policy_names
 from forge.sim.baselines import baselines
 from forge.sim.decision_log import DecisionLog
 from forge.sim.exploration.worlds import WORLDS, find_world
+from forge.sim.film_command import (
+    HTML_OPTION,
+    VERSUS_OPTION,
+    describe_policy,
+    second_scenario,
+    write_film,
+    write_page,
+)
 from forge.sim.fleet_command import FLEET_OPTIONS, simulate_fleet
 from forge.sim.replay import replay
 from forge.sim.reports.chrome_trace import write_chrome_trace
+from forge.sim.reports.film import ReplayFilm, WorldFilm
 from forge.sim.reports.run_history import RunHistory
 from forge.sim.reports.terminal import TerminalDrawing
 from forge.sim.reports.text_report import (
@@ -61,8 +70,9 @@ OUTPUT_FILES = {
     "trace": "write trace events to FILE, for ui.perfetto.dev",
     "json": "write the figures to FILE",
 }
-OUTPUT_OPTIONS = tuple(
-    define_option(name, str, None, text, "FILE") for name, text in OUTPUT_FILES.items()
+OUTPUT_OPTIONS = (
+    *(define_option(name, str, None, text, "FILE") for name, text in OUTPUT_FILES.items()),
+    HTML_OPTION,
 )
 
 FAULT_OPTIONS = (
@@ -91,6 +101,7 @@ RECORDING_OPTION = define_option(
 )
 REPLAY_OPTIONS = (
     RECORDING_OPTION,
+    HTML_OPTION,
     define_option("policy", str, None, "file of the policy, where it is not built in", "FILE.py"),
 )
 """Options of a replay."""
@@ -107,7 +118,7 @@ EXPLORATION_OPTIONS = (
     define_option(
         "checkpoint", str, None, "save the search to FILE now and then, and continue it", "FILE"
     ),
-    OUTPUT_OPTIONS[-1],
+    next(each for each in OUTPUT_OPTIONS if each.name == "json"),
 )
 """Options of an exploration."""
 
@@ -144,6 +155,7 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
         from forge.sim.reports.plots import check_plot_path
 
         check_plot_path(values["plot"])
+    second = second_scenario(values, settings.explicit)
     observers: list[WorldObserver] = []
 
     def create_observers(engine: Engine) -> Sequence[WorldObserver]:
@@ -151,6 +163,9 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
             observers.append(RunHistory(engine))
         if args.draw:
             observers.append(TerminalDrawing(sys.stdout.write, engine))
+        if values["html"] is not None:
+            title = describe_scenario(scenario) if second is None else "the run"
+            observers.append(WorldFilm(engine, title, describe_policy(scenario)))
         return observers
 
     with ExitStack() as files:
@@ -163,6 +178,8 @@ def simulate(args: argparse.Namespace, settings: Settings) -> int:
     for observer in observers:
         if isinstance(observer, TerminalDrawing):
             observer.close()
+        if isinstance(observer, WorldFilm):
+            write_film(values["html"], scenario, observer.lines, second)
         if isinstance(observer, RunHistory) and values["trace"] is not None:
             with ExitStack() as files:
                 write_chrome_trace(_open_output(values["trace"], files), observer)
@@ -320,9 +337,15 @@ def compare_eviction(args: argparse.Namespace, settings: Settings) -> int:
 def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
     """Replay a recording. Returns 1 where a decision differs or the end is missing."""
     path = settings.values["recording"]
+    film = ReplayFilm(f"replay of {Path(path).name}")
+    page = settings.values[HTML_OPTION.name]
     try:
         with open(path, encoding="utf-8") as file:
-            result = replay(file, settings.values["policy"])
+            policy = settings.values["policy"]
+            if page is None:
+                result = replay(file, policy)
+            else:
+                result = replay(file, policy, film.on_entry, film.on_start)
     except (OSError, ValueError) as error:
         if isinstance(error, InvalidConfig):
             raise
@@ -330,6 +353,8 @@ def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
         raise InvalidConfig(
             "recording", f"{path!r} cannot be read: {reason}", "Name a file of --record"
         ) from None
+    if page is not None:
+        write_page(page, [film.close()], film.title)
     print(f"recorded    by forge {result.version}, {result.lines} lines")
     print(f"decided     {result.steps} steps, {result.requests} requests, {result.tokens} tokens")
     print(f"difference  {result.difference or 'none'}")
@@ -447,7 +472,8 @@ def add_commands(parser: Parser, words: Sequence[str]) -> None:
             add_command(commands.add_parser(name, help=text, description=text, allow_abbrev=False))
         return
     parser.epilog = f"Other commands: {', '.join(f'forge sim {name}' for name in COMMANDS)}."
-    _configure(parser, simulate, (*RUN_OPTIONS, *FAULT_OPTIONS, BASELINES_OPTION, *OUTPUT_OPTIONS))
+    options = (*RUN_OPTIONS, *FAULT_OPTIONS, BASELINES_OPTION, *OUTPUT_OPTIONS, VERSUS_OPTION)
+    _configure(parser, simulate, options)
     parser.add_argument("--draw", action="store_true", help=DRAW_HELP)
 
 

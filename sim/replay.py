@@ -18,6 +18,7 @@ from forge.policy import Policy
 from forge.recording import Entry, read_entries
 from forge.replay_run import ReplayRun
 from forge.request import Delta
+from forge.scheduler import Scheduler
 
 
 class ReplayResult(NamedTuple):
@@ -39,11 +40,15 @@ class ReplayResult(NamedTuple):
 EntryCallback = Callable[[Entry, Sequence[Delta]], object]
 """Receives each line that replayed as recorded, and its deltas."""
 
+StartCallback = Callable[[Scheduler, Entry], object]
+"""Receives the scheduler that replays, and the header of the recording, before the first line."""
+
 
 def replay(
     lines: Iterable[str],
     policy: str | Policy | None = None,
     on_entry: EntryCallback = lambda entry, deltas: None,
+    on_start: StartCallback = lambda scheduler, header: None,
 ) -> ReplayResult:
     """Make the decisions of the recording again, up to the first that differs.
 
@@ -55,6 +60,7 @@ def replay(
     if "config" not in header:
         raise InvalidConfig("recording", "line 1 is no header of a recording", "Name another file")
     run = ReplayRun(header, load_policy(policy or header["policy"]))
+    on_start(run.scheduler, header)
     number, difference, is_complete = 1, None, False
     for number, entry in numbered_entries:
         if "end" in entry:

@@ -24,6 +24,7 @@ from forge.sim.commands import (
     OUTPUT_OPTIONS,
     REPLAY_OPTIONS,
 )
+from forge.sim.film_command import VERSUS_OPTION
 from forge.sim.fleet_command import FLEET_OPTIONS
 from forge.sim.reports.run_history import KINDS
 from forge.sim.run_options import AXIS_OPTIONS, RUN_OPTIONS, SEEDS_OPTION
@@ -605,7 +606,10 @@ def test_the_page_has_a_row_for_every_option() -> None:
     replay, calibrate, explore = rest
     assert len(figures) == 3
     assert run == rows_of(RUN_OPTIONS)
-    assert files == [*rows_of(OUTPUT_OPTIONS), "| `--draw` | | draw every step on the terminal |"]
+    assert files == [
+        *rows_of((*OUTPUT_OPTIONS, VERSUS_OPTION)),
+        "| `--draw` | | draw every step on the terminal |",
+    ]
     assert faults == rows_of(FAULT_OPTIONS)
     assert baselines == rows_of((BASELINES_OPTION,))
     assert axes == rows_of((*AXIS_OPTIONS, SEEDS_OPTION))
