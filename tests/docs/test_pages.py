@@ -50,9 +50,9 @@ def fork_server() -> Iterator[ForkServer]:
 
 LONG_PAGES = {
     *(ROOT / "docs" / f"{name}.md" for name in ("Clients", "Command-line", "Server", "Simulator")),
-    ROOT / "wiki" / "Exploration.md",
+    *(ROOT / "wiki" / f"{name}.md" for name in ("Exploration", "Film")),
 }
-"""Pages that start many servers or search many states."""
+"""Pages that start many servers, search many states or film many runs."""
 
 
 @pytest.mark.parametrize(
