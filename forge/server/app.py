@@ -10,6 +10,7 @@ exceptions; errors.EXCEPTION_HANDLERS makes each a response.
                                    ├─ GET  /healthz ────────┘
                                    ├─ /livez, /readyz, ...       operations.py
                                    ├─ /tokenize, ...             tokenization.py
+                                   ├─ /                          home.py
                                    ├─ /metrics                   metrics.py
                                    └─ /openapi.json              openapi.py
 """
@@ -47,6 +48,7 @@ from forge.server.errors import (
     engine_dead_error,
     excerpt,
 )
+from forge.server.home import HomeEndpoint
 from forge.server.metrics import MetricsEndpoint
 from forge.server.middleware import SecurityMiddleware
 from forge.server.openapi import openapi
@@ -115,6 +117,7 @@ def create_app(
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/healthz", endpoints.health, methods=["GET"]),
+            *HomeEndpoint(model_name).routes(),
             *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
             *TokenizationEndpoints(llm, model_name).routes(),

@@ -39,6 +39,7 @@ REQUEST_MODELS: dict[str, type[RequestBody]] = {
 """Model of the body of each route that has one."""
 
 SUMMARIES = {
+    "/": "A page for people: what this server is",
     "/v1/completions": "A completion, or a stream of its chunks",
     "/v1/chat/completions": "The next message of a chat, or a stream of its chunks",
     "/generate": "A completion with its token ids",
@@ -71,7 +72,10 @@ REQUIRED = {
 }
 """Fields without a default. The models accept null for them too; then an error names the field."""
 
-NON_JSON_TYPES = {"/metrics": ("text/plain", "application/openmetrics-text")}
+NON_JSON_TYPES = {
+    "/": ("text/html",),
+    "/metrics": ("text/plain", "application/openmetrics-text"),
+}
 """Content types of the routes whose response is not JSON."""
 
 STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
@@ -88,6 +89,26 @@ def test_health_has_no_body(app: Starlette, path: str) -> None:
 
 def test_version_is_that_of_the_package(app: Starlette) -> None:
     assert get(app, "/version").json() == {"version": __version__}
+
+
+def test_the_page_at_the_root_says_what_the_server_is_and_runs_nothing(app: Starlette) -> None:
+    response = get(app, "/")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["content-security-policy"].startswith("default-src 'none';")
+    assert f"forge {__version__}" in response.text and "<code>hash</code>" in response.text
+    for path in re.findall(r'href="([^"]*)"', response.text):
+        assert get(app, path).status_code == 200, path
+    check_envelope(asyncio.run(call_app(app, "DELETE", "/")), 405, None, "method_not_allowed")
+
+
+def test_the_page_at_the_root_escapes_the_name_of_the_model() -> None:
+    llm = AsyncLLM("hash", **SMALL)
+    try:
+        page = get(create_app(llm, served_model_name="<b>&"), "/").text
+        assert "<code>&lt;b&gt;&amp;</code>" in page
+    finally:
+        llm.close()
 
 
 @HOSTS

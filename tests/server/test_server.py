@@ -940,7 +940,7 @@ def test_a_model_that_is_not_there_is_404(
     ("method", "path", "status", "code"),
     [
         ("POST", "/v1/nope", 404, "not_found"),
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/nowhere", 404, "not_found"),
         ("GET", "/healthz/", 404, "not_found"),
         ("POST", "/v1/completions/", 404, "not_found"),
         ("POST", "//v1/completions", 404, "not_found"),
