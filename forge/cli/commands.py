@@ -115,6 +115,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         api_keys = settings.values["api_key"] or ()
         model_name = settings.values["served_model_name"] or settings.values["model"]
         limits = settings.limits
+        trainer_access = settings.trainer_access
         age_before_s = process_age_s()
         llm = settings.open_llm(AsyncLLM.spawn)
         age_after_s = process_age_s()
@@ -135,6 +136,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
             metrics_compat=settings.values["metrics_compat"],
             reasoning_parser=settings.values["reasoning_parser"],
             tool_call_parser=settings.values["tool_call_parser"],
+            trainer_access=trainer_access,
             limits=limits,
         )
     return 0

@@ -136,6 +136,16 @@ SERVER_OPTIONS = (
         "how the model writes tool calls: hermes, qwen3_coder, mistral, ... or none",
         "NAME",
     )._replace(default_text="the chat template's"),
+    define_option(
+        "enable_weight_updates",
+        bool,
+        False,
+        "trainers may pause the engine, replace its weights and release its memory",
+    ),
+    define_option("admin_api_key", str, None, "key of the trainers' routes, which no client has"),
+    define_option(
+        "weights_folder", str, None, "folder of the files that updates may name", "FOLDER"
+    ),
 )
 
 LIMIT_OPTIONS = tuple(

@@ -30,6 +30,7 @@ from forge.cli.options import (
 from forge.errors import InvalidConfig
 from forge.limits import Limits
 from forge.llm import LLM, Options
+from forge.trainer_access import TrainerAccess
 
 LLMType = TypeVar("LLMType", LLM, AsyncLLM)
 
@@ -59,6 +60,16 @@ class Settings(NamedTuple):
     def limits(self) -> Limits:
         """The server's limits. Raises InvalidConfig."""
         return Limits(**{each.name: self.values[each.name] for each in LIMIT_OPTIONS})
+
+    @property
+    def trainer_access(self) -> TrainerAccess | None:
+        """The access of trainers, or None. Raises InvalidConfig."""
+        return TrainerAccess.from_options(
+            is_enabled=self.values["enable_weight_updates"],
+            admin_api_key=self.values["admin_api_key"],
+            weights_folder=self.values["weights_folder"],
+            api_keys=self.values["api_key"] or (),
+        )
 
     def open_llm(self, llm_type: Callable[..., LLMType]) -> LLMType:
         """Create an LLM or AsyncLLM with these settings. Raises InvalidConfig."""

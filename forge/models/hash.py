@@ -174,6 +174,8 @@ def _read_seed(source: WeightFiles) -> dict[str, object]:
                         name, "it is not one 64-bit integer", "Write an I64 tensor"
                     )
                 content = data[start + first : start + end]
+                if len(content) != 8:
+                    raise InvalidWeights(name, "the file ends before it", "Write it again")
                 weights[name] = int.from_bytes(content, "little", signed=True)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, InvalidWeights):

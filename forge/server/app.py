@@ -11,6 +11,7 @@ exceptions; errors.EXCEPTION_HANDLERS makes each a response.
                                    ├─ /livez, /readyz, ...       operations.py
                                    ├─ /tokenize, ...             tokenization.py
                                    ├─ /                          home.py
+                                   ├─ /pause, ...                trainers.py, off by default
                                    ├─ /metrics                   metrics.py
                                    └─ /openapi.json              openapi.py
 """
@@ -40,7 +41,12 @@ from forge.server.admission import AdmissionQueue
 from forge.server.body import read_json_body
 from forge.server.chat import ChatCompletionResponse, ChatRequest
 from forge.server.chat_formats import ChatFormats, find_chat_formats
-from forge.server.completions import CompletionRequest, CompletionResponse, GenerateRequest
+from forge.server.completions import (
+    CompletionRequest,
+    CompletionResponse,
+    GenerateRequest,
+    weights_fields,
+)
 from forge.server.errors import (
     EXCEPTION_HANDLERS,
     APIError,
@@ -61,6 +67,8 @@ from forge.server.stat_logger import StatLogger
 from forge.server.tenants import Tenants
 from forge.server.time_slicing import SliceBudget, SlicedWork, num_entries
 from forge.server.tokenization import TokenizationEndpoints
+from forge.server.trainers import TRAINER_PATHS, TrainerEndpoints
+from forge.trainer_access import TrainerAccess
 
 COUNT_RESPONSE = "answered"
 """Name in the application's state of the function that counts a connection's own responses."""
@@ -82,6 +90,7 @@ def create_app(
     metrics_compat: str | None = None,
     reasoning_parser: str | None = None,
     tool_call_parser: str | None = None,
+    trainer_access: TrainerAccess | None = None,
 ) -> Starlette:
     """Build the server's application on this engine, which it closes at its shutdown.
 
@@ -92,6 +101,7 @@ def create_app(
     metrics_compat      vllm: /metrics has vLLM's names too
     reasoning_parser    name of the format of reasoning; default: the chat template's
     tool_call_parser    name of the format of tool calls; default: the chat template's
+    trainer_access      key and files of the routes of trainers; None: there are no such routes
 
     Raises InvalidConfig for an unknown name of a format.
     """
@@ -109,6 +119,11 @@ def create_app(
         await asyncio.to_thread(queue.close)
         await asyncio.to_thread(llm.close)
 
+    trainer_routes, admin_keys = [], None
+    if trainer_access is not None:
+        trainer_routes = TrainerEndpoints(llm, trainer_access).routes()
+        admin_keys = Tenants((trainer_access.admin_api_key,))
+
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -121,6 +136,7 @@ def create_app(
             *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
             *TokenizationEndpoints(llm, model_name).routes(),
+            *trainer_routes,
             Route("/metrics", metrics.scrape, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
         ],
@@ -128,6 +144,8 @@ def create_app(
             Middleware(
                 SecurityMiddleware,
                 tenants=Tenants(api_keys),
+                admin_keys=admin_keys,
+                admin_paths=TRAINER_PATHS if admin_keys else (),
                 hosts=hosts,
                 on_response=metrics.stats.count_response,
             )
@@ -322,6 +340,7 @@ def _build_generate_body(outputs: Sequence[RequestOutput]) -> SlicedWork[dict[st
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": len(output.token_ids),
         "finish_reason": output.finish_reason,
+        **weights_fields(output.choices[0].weights),
     }
 
 

@@ -16,7 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from forge.errors import InvalidRequest
 from forge.outputs import RequestOutput, TextDelta
-from forge.request import NOTHING_CACHED, CachedTokens, Request, SamplingParams, TokenLogprob
+from forge.request import (
+    INITIAL_WEIGHTS,
+    NOTHING_CACHED,
+    CachedTokens,
+    OutputWeights,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from forge.server.errors import excerpt
 from forge.server.legacy_logprobs import LegacyLogprobs, echo_text
 from forge.server.prompt_logprobs import build_prompt_logprobs
@@ -220,6 +228,19 @@ def _compact_json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
+def weights_fields(weights: OutputWeights) -> dict[str, object]:
+    """Return the fields of a choice that say which weights it is of: none before an update."""
+    if weights == INITIAL_WEIGHTS:
+        return {}
+    return {"weight_version": weights.version, "num_stale_tokens": weights.num_stale_tokens}
+
+
+def _weights_text(delta: TextDelta) -> str:
+    """Return `weights_fields` as JSON that follows another field."""
+    fields = weights_fields(delta.weights)
+    return f",{_compact_json(fields)[1:-1]}" if fields else ""
+
+
 class CompletionResponse:
     """The response of one call of /v1/completions, whole or in chunks.
 
@@ -284,6 +305,7 @@ class CompletionResponse:
                         "finish_reason": choice.finish_reason,
                         **scores,
                         **(ids if self._request_body.return_token_ids else {}),
+                        **weights_fields(choice.weights),
                     }
                 )
                 self._completion_tokens += len(choice.token_ids)
@@ -326,7 +348,7 @@ class CompletionResponse:
         self._completion_tokens += len(delta.token_ids)
         self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
         finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        end = finish + self._encode_ids(p, delta)
+        end = finish + _weights_text(delta) + self._encode_ids(p, delta)
         yield self._chunk(p, delta.choice, text + delta.text, block, end)
 
     def _chunk(

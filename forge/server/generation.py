@@ -120,7 +120,7 @@ async def run_requests(
             is_first = True
             async with aclosing(queue.llm.stream_request(requests[index])) as deltas:
                 async for delta in deltas:
-                    if delta.finish_reason in ("abort", "error"):
+                    if _is_failure(queue.llm, delta):
                         raise _delta_error(queue.llm, delta, http_request_id)
                     if is_first:
                         is_first = False
@@ -150,6 +150,15 @@ def _engine_error(exc: EngineDead, http_request_id: str) -> APIError:
         return shutting_down_error()
     LOG.error("request %s failed: %s", http_request_id, exc)
     return engine_dead_error()
+
+
+def _is_failure(llm: AsyncLLM, delta: TextDelta) -> bool:
+    """Return whether the delta ends its request without a result.
+
+    An abort by a running engine is that of a pause, and the tokens so far are the result.
+    """
+    is_abort = delta.finish_reason == "abort"
+    return delta.finish_reason == "error" or (is_abort and llm.failure is not None)
 
 
 def _delta_error(llm: AsyncLLM, delta: TextDelta, http_request_id: str) -> APIError:

@@ -36,6 +36,7 @@ from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import COUNT_RESPONSE, create_app
 from forge.server.connection import SEND_BUFFER_BYTES, HTTPConnection, OpenConnections
 from forge.server.middleware import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
+from forge.trainer_access import TrainerAccess
 
 DEAD_ENGINE_GRACE_S = 1.0
 """Seconds that a server without an engine keeps answering requests with an error."""
@@ -65,6 +66,7 @@ def run_server(
     metrics_compat: str | None = None,
     reasoning_parser: str | None = None,
     tool_call_parser: str | None = None,
+    trainer_access: TrainerAccess | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. The engine is closed at the end, also after an error.
 
@@ -88,6 +90,7 @@ def run_server(
                 metrics_compat=metrics_compat,
                 reasoning_parser=reasoning_parser,
                 tool_call_parser=tool_call_parser,
+                trainer_access=trainer_access,
             )
             HTTPServer(app, llm, on_ready, limits).run(sockets=[socket_])
     finally:

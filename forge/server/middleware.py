@@ -60,6 +60,7 @@ class SecurityMiddleware:
 
     tenants       API keys, of which a request outside PUBLIC_PATHS needs one; its state has the
                   `tenant`
+    admin_keys    keys of `admin_paths`, which no other path takes; None: there are no such paths
     on_response   called with the status of every response
     """
 
@@ -69,10 +70,14 @@ class SecurityMiddleware:
         tenants: Tenants,
         hosts: Collection[str] | None = None,
         on_response: Callable[[int], None] = lambda status: None,
+        admin_keys: Tenants | None = None,
+        admin_paths: Collection[str] = (),
     ) -> None:
         self._app = app
         self._on_response = on_response
         self._tenants = tenants
+        self._admin_keys = admin_keys
+        self._admin_paths = frozenset(admin_paths)
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,7 +164,10 @@ class SecurityMiddleware:
 
     def _key_error(self, scope: Scope) -> APIError | None:
         """Put the tenant into the request's state; return the error of a request without a key."""
-        tenant = self._tenants.of_request(_single_header(scope, b"authorization"))
+        keys = self._tenants
+        if scope["path"] in self._admin_paths and self._admin_keys is not None:
+            keys = self._admin_keys
+        tenant = keys.of_request(_single_header(scope, b"authorization"))
         if tenant is None:
             return APIError(
                 401,

@@ -120,7 +120,8 @@ _STRING = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _BOOLEAN = {"type": "boolean"}
 _LOGPROB = {"type": "number", "maximum": 0}
-_FINISH_REASON = {"enum": ["stop", "length"]}
+_FINISH_REASON = {"enum": ["stop", "length", "abort"]}
+_WEIGHTS = {"weight_version": _STRING, "num_stale_tokens": _COUNT}
 _IDS = _list(_COUNT)
 _USAGE = _with_optional(
     _object(
@@ -181,7 +182,7 @@ def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
         object={"const": kind},
         created=_COUNT,
         model=_STRING,
-        choices={**_list(item), "minItems": 1},
+        choices={**_list(_with_optional(item, **_WEIGHTS)), "minItems": 1},
         usage=_USAGE,
     )
     return _with_optional(schema, **prompt)
@@ -197,12 +198,15 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
         logprobs=_or_null(_CHAT_LOGPROBS),
         finish_reason={"enum": [*_FINISH_REASON["enum"], "tool_calls"]},
     ),
-    "/generate": _object(
-        text=_STRING,
-        token_ids=_IDS,
-        prompt_tokens=_COUNT,
-        completion_tokens=_COUNT,
-        finish_reason=_FINISH_REASON,
+    "/generate": _with_optional(
+        _object(
+            text=_STRING,
+            token_ids=_IDS,
+            prompt_tokens=_COUNT,
+            completion_tokens=_COUNT,
+            finish_reason=_FINISH_REASON,
+        ),
+        **_WEIGHTS,
     ),
     "/v1/models": _object(object={"const": "list"}, data={**_list(_MODEL), "minItems": 1}),
     "/v1/models/{name}": _MODEL,
@@ -295,7 +299,7 @@ def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        if isinstance(route, Route):
+        if isinstance(route, Route) and route.include_in_schema:
             path = re.sub(r":\w+}", "}", route.path)
             for method in sorted((route.methods or set()) - {"HEAD"}):
                 operation = _operation(path, method, schemas)

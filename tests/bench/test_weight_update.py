@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from forge.bench import weight_update
-from forge.errors import RequestFailed
-from forge.models.hf.weights import ModelWeights
+from forge.bench import weight_update  # noqa: E402
+from forge.errors import RequestFailed  # noqa: E402
+from forge.models.hf.weights import ModelWeights  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 OPTIONS: Any = {"device": "cpu", "max_num_seqs": 8, "num_blocks": 128, "max_model_len": 512}

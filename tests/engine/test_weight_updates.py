@@ -15,6 +15,7 @@ import pytest
 
 from forge.config import DiskTier, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
+from forge.engine_loop import EngineLoop, Pause, PauseResult, Resume, StepReport
 from forge.errors import DuplicateRequest, EnginePaused, InvalidConfig, InvalidWeights
 from forge.models.file_moves import FileMoves
 from forge.models.hash import HashModel
@@ -330,6 +331,26 @@ def test_a_replay_repeats_pauses_updates_and_sleep(name: str, mode: PauseMode) -
     assert [replay.apply(entry) for entry in entries[1:]] == [None] * (len(entries) - 1)
     assert replay.steps == engine.scheduler.next_step > 10 and not replay.scheduler.has_work
     assert {"pause", "resume", "weights", "sleep"} <= {key for entry in entries for key in entry}
+
+
+def test_a_pause_that_is_ended_before_it_began_is_refused() -> None:
+    reports: list[StepReport] = []
+    engine = Engine(create_model(), create_config())
+
+    def on_report(report: StepReport) -> None:
+        reports.append(report)
+        if not report.status.has_work:
+            loop.stop()
+
+    loop = EngineLoop(engine, on_report)
+    for command in (create_request(0), Pause(1, PauseMode.WAIT), Resume(2)):
+        loop.post(command)
+    loop.run()
+    ended, resumed = reports[0].pause_results
+    assert (ended.ticket, resumed) == (1, PauseResult(2)) and isinstance(
+        ended.refusal, EnginePaused
+    )
+    assert sum(len(delta.tokens) for report in reports for delta in report.deltas) == 20
 
 
 def test_turns_of_a_session_go_on_after_an_update() -> None:

@@ -141,7 +141,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"rank_start", "ranks.*"},
     "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},
-    "server.*": LLM_AND_BELOW | {"__init__", "grammar_sandbox", "limits", "server.*"},
+    "trainer_access": {"errors", "weights"},
+    "server.*": LLM_AND_BELOW
+    | {"__init__", "grammar_sandbox", "limits", "server.*", "trainer_access"},
     "ray.*": set(),
     "ray.routing_key": set(),
     "ray.scaling": set(),
@@ -157,7 +159,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("cli.*", "ray.call", "ray.fleet_options", "ray.ingress", "ray.replica"),
     },
     "ray.__init__": {"ray.application"},
-    "cli.*": LLM_AND_BELOW | {"__init__", "cli.*", "limits", "requirements", "server.*"},
+    "cli.*": LLM_AND_BELOW
+    | {"__init__", "cli.*", "limits", "requirements", "server.*", "trainer_access"},
     "cli.main": LLM_AND_BELOW | {"__init__", "bench.*", "cli.*", "sim.*"},
     "__init__": LLM_AND_BELOW,
     "__main__": set(),
@@ -196,6 +199,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
             "matplotlib",
             "numpy",
             "ray",
+            "safetensors",
             "tokenizers",
             "torch",
             "transformers",

@@ -1,0 +1,164 @@
+"""Routes for trainers: pause and resume, updates of weights, sleep and wake.
+
+Owns the bodies and the responses. Knows no key: the middleware decides who may enter. The names
+are vLLM's where it has the route, and so are the parameters of the query.
+
+    POST /pause?mode=keep      GET /is_paused       POST /update_weights {"files", "weight_version"}
+    POST /resume
+    POST /sleep?level=1        GET /is_sleeping
+    POST /wake_up
+
+Always true: these routes exist only with a TrainerAccess, and none of them takes a client's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection
+from functools import partial
+from typing import Annotated, TypeVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from forge.async_llm import AsyncLLM
+from forge.errors import EnginePaused, InvalidConfig, InvalidWeights
+from forge.server.body import read_json_body
+from forge.server.errors import APIError, excerpt
+from forge.server.protocol import RequestBody, StringField, missing_field_error, parse_request
+from forge.trainer_access import TrainerAccess
+
+T = TypeVar("T")
+
+TRAINER_PATHS = frozenset(
+    {
+        *("/pause", "/resume", "/is_paused", "/update_weights"),
+        *("/sleep", "/wake_up", "/is_sleeping"),
+    }
+)
+"""Paths of these routes, which take the admin key alone."""
+
+LEVELS = {"1": 1, "2": 2}
+
+
+class UpdateWeightsRequest(RequestBody):
+    """The body of POST /update_weights.
+
+    files            names of safetensors files, relative to the folder of weights
+    weight_version   name of the weights in later outputs; left out: the number of updates
+    """
+
+    files: Annotated[list[str] | None, Field(description="a list of names of files")] = None
+    weight_version: StringField = None
+
+
+class TrainerEndpoints:
+    """Handlers of the routes."""
+
+    def __init__(self, llm: AsyncLLM, access: TrainerAccess) -> None:
+        self._llm = llm
+        self._access = access
+
+    def routes(self) -> list[Route]:
+        """Return the routes with their handlers. Clients have no use for their descriptions."""
+        return [
+            Route(path, handler, methods=[method], include_in_schema=False)
+            for method, path, handler in (
+                ("POST", "/pause", self.pause),
+                ("POST", "/resume", self.resume),
+                ("GET", "/is_paused", self.is_paused),
+                ("POST", "/update_weights", self.update_weights),
+                ("POST", "/sleep", self.sleep),
+                ("POST", "/wake_up", self.wake_up),
+                ("GET", "/is_sleeping", self.is_sleeping),
+            )
+        ]
+
+    async def pause(self, request: Request) -> Response:
+        """POST /pause. The response follows when the pause has begun.
+
+        `clear_cache` of vLLM changes nothing: an update always drops what is cached.
+        """
+        _check_query(request, ("mode", "clear_cache"))
+        await _refuse(self._llm.pause(request.query_params.get("mode", "abort")))
+        return self._respond("paused")
+
+    async def resume(self, request: Request) -> Response:
+        """POST /resume."""
+        await _refuse(self._llm.resume())
+        return self._respond("resumed")
+
+    async def is_paused(self, request: Request) -> Response:
+        """GET /is_paused. A pause of mode wait begins when no request is open."""
+        status = self._llm.status
+        return JSONResponse(
+            {
+                "is_paused": status.is_paused,
+                "mode": status.pause_mode,
+                "weight_version": status.weight_version,
+            }
+        )
+
+    async def update_weights(self, request: Request) -> Response:
+        """POST /update_weights. The response follows when every later token is of new weights."""
+        body = await read_json_body(request, partial(parse_request, UpdateWeightsRequest))
+        if not body.files:
+            raise missing_field_error("files", "Name files of the folder of weights")
+        try:
+            source = self._access.find_files(body.files)
+        except InvalidWeights as error:
+            raise _weights_error(error) from None
+        times = await _refuse(self._llm.update_weights(source, body.weight_version))
+        return self._respond("updated", times)
+
+    async def sleep(self, request: Request) -> Response:
+        """POST /sleep. An engine that is not paused is paused first."""
+        _check_query(request, ("level", "mode"))
+        level = request.query_params.get("level", "1")
+        if level not in LEVELS:
+            raise APIError(400, "invalid_value", "level: it is not 1 or 2. Give one", param="level")
+        if not self._llm.status.is_paused:
+            await _refuse(self._llm.pause(request.query_params.get("mode", "abort")))
+        return self._respond("sleeping", await _refuse(self._llm.sleep(LEVELS[level])))
+
+    async def wake_up(self, request: Request) -> Response:
+        """POST /wake_up. The engine stays paused until /resume."""
+        return self._respond("awake", await _refuse(self._llm.wake()))
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """GET /is_sleeping."""
+        return JSONResponse({"is_sleeping": bool(self._llm.status.sleep_level)})
+
+    def _respond(self, status: str, times: dict[str, float] | None = None) -> Response:
+        body: dict[str, object] = {"status": status, "weight_version": self._llm.weight_version}
+        if times is not None:
+            body["seconds"] = {name: round(seconds, 6) for name, seconds in times.items()}
+        return JSONResponse(body)
+
+
+async def _refuse(command: Awaitable[T]) -> T:
+    """Return the result of the command. Raises APIError where the engine refuses it."""
+    try:
+        return await command
+    except EnginePaused as error:
+        raise APIError(409, "engine_paused", str(error)) from None
+    except InvalidWeights as error:
+        raise _weights_error(error) from None
+    except InvalidConfig as error:
+        raise APIError(400, "invalid_value", str(error), param=error.option) from None
+
+
+def _weights_error(error: InvalidWeights) -> APIError:
+    return APIError(400, "invalid_weights", str(error), param="files")
+
+
+def _check_query(request: Request, names: Collection[str]) -> None:
+    for name in request.query_params:
+        if name not in names:
+            raise APIError(
+                400,
+                "unknown_field",
+                f"{excerpt(name)}: there is no such parameter. Use {', '.join(names)}",
+                param=excerpt(name),
+            )

@@ -1,0 +1,105 @@
+"""TrainerAccess: who may pause an engine and replace its weights over HTTP, and from which files.
+
+Owns the check of the options, and the way from a name in a request to a file. Knows no route.
+
+    --enable-weight-updates --admin-api-key KEY --weights-folder /weights
+    "step-40/model.safetensors" ─► /weights/step-40/model.safetensors     a file of the folder
+    "../other", "/etc/passwd", a link out of the folder                   refused
+
+Always true: without `--enable-weight-updates` there is no access, and no route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from forge.errors import InvalidConfig, InvalidWeights
+from forge.weights import WeightFiles
+
+MAX_FILES = 256
+SUFFIX = ".safetensors"
+
+
+class TrainerAccess(NamedTuple):
+    """Key of the trainers' routes, and the folder of their files.
+
+    weights_folder   real path; None: no file is read
+    """
+
+    admin_api_key: str
+    weights_folder: Path | None
+
+    @classmethod
+    def from_options(
+        cls,
+        *,
+        is_enabled: bool,
+        admin_api_key: str | None,
+        weights_folder: str | None,
+        api_keys: Collection[str],
+    ) -> TrainerAccess | None:
+        """Return the access that the options give, or None. Raises InvalidConfig."""
+        if not is_enabled:
+            for name, value in (
+                ("admin_api_key", admin_api_key),
+                ("weights_folder", weights_folder),
+            ):
+                if value is not None:
+                    raise InvalidConfig(
+                        name,
+                        "it is for weight updates, which are off",
+                        "Give enable_weight_updates too, or leave it out",
+                    )
+            return None
+        if not admin_api_key:
+            raise InvalidConfig(
+                "admin_api_key",
+                "weight updates need a key of their own",
+                "Set FORGE_ADMIN_API_KEY, to the output of openssl rand -hex 16, say",
+            )
+        if admin_api_key in api_keys:
+            raise InvalidConfig(
+                "admin_api_key", "it is a client's key too", "Give one that no client has"
+            )
+        folder = None
+        if weights_folder is not None:
+            folder = Path(weights_folder)
+            if not folder.is_dir():
+                raise InvalidConfig(
+                    "weights_folder", f"there is no folder {weights_folder[:128]!r}", "Name one"
+                )
+            folder = folder.resolve()
+        return cls(admin_api_key, folder)
+
+    def find_files(self, names: Sequence[str]) -> WeightFiles:
+        """Return the files of these names, relative to the folder. Raises InvalidWeights.
+
+        A link is followed only within the folder.
+        """
+        if self.weights_folder is None:
+            raise InvalidWeights(
+                "files", "no folder of weights is configured", "Start with --weights-folder PATH"
+            )
+        if not 0 < len(names) <= MAX_FILES:
+            raise InvalidWeights("files", f"{len(names)} names", f"Give 1 to {MAX_FILES}")
+        return WeightFiles(tuple(_find_file(self.weights_folder, name) for name in names))
+
+
+def _find_file(folder: Path, name: str) -> str:
+    problem = None
+    try:
+        path = (folder / name).resolve(strict=True)
+    except (OSError, ValueError):
+        problem = "there is no such file"
+    else:
+        if Path(name).is_absolute() or not path.is_relative_to(folder):
+            problem = "it is not in the folder of weights"
+        elif path.suffix != SUFFIX or not path.is_file():
+            problem = f"it is not a {SUFFIX} file"
+    if problem is not None:
+        raise InvalidWeights(
+            name[:128], problem, "Name a file relative to the folder of --weights-folder"
+        )
+    return str(path)

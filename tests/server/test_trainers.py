@@ -1,0 +1,271 @@
+"""Routes of trainers: who may call them, which files they read, what clients see of an update."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from forge.async_llm import AsyncLLM
+from forge.errors import InvalidConfig, InvalidWeights
+from forge.request import SamplingParams
+from forge.server.app import create_app
+from forge.server.trainers import TRAINER_PATHS
+from forge.trainer_access import TrainerAccess
+from tests.server.test_server import parse_chunks
+
+ADMIN = {"authorization": "Bearer admin"}
+CLIENT = {"authorization": "Bearer client"}
+BODY = {"model": "hash:seed=1", "prompt": "Once upon", "temperature": 0, "ignore_eos": True}
+TIMEOUT_S = 20.0
+
+
+def save_seed(path: Path, seed: int) -> Path:
+    """Write a file of the model hash: safetensors, which has its header's length first."""
+    entry = {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}
+    header = json.dumps({"seed": entry}).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        len(header).to_bytes(8, "little") + header + seed.to_bytes(8, "little", signed=True)
+    )
+    return path
+
+
+@asynccontextmanager
+async def open_app(
+    folder: Path | None, kind: Callable[..., AsyncLLM] = AsyncLLM, **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve hash:seed=1 with a client's key, and the routes of trainers if there is a folder."""
+    access = None if folder is None else TrainerAccess("admin", folder.resolve())
+    async with kind("hash:seed=1", **options) as llm:
+        app = create_app(llm, api_keys=("client",), trainer_access=access)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", timeout=TIMEOUT_S
+        ) as client:
+            yield client
+
+
+def run(test: Awaitable[None]) -> None:
+    asyncio.run(asyncio.wait_for(test, TIMEOUT_S))
+
+
+async def complete(client: httpx.AsyncClient, **fields: Any) -> Any:
+    answer = await client.post("/v1/completions", json={**BODY, **fields}, headers=CLIENT)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+async def command(client: httpx.AsyncClient, path: str, body: Any = None) -> Any:
+    answer = await client.post(path, json=body, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_without_the_option_there_are_no_routes() -> None:
+    async def test() -> None:
+        async with open_app(None) as client:
+            for path in TRAINER_PATHS:
+                assert (await client.post(path, headers=ADMIN)).status_code == 401
+                answer = await client.post(path, headers=CLIENT)
+                assert answer.status_code == 404
+                assert answer.json()["error"]["code"] == "not_found"
+
+    run(test())
+
+
+def test_each_key_opens_its_own_routes_only(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with open_app(tmp_path) as client:
+            for path in TRAINER_PATHS:
+                for method in ("GET", "POST", "HEAD", "DELETE"):
+                    for headers in ({}, CLIENT):
+                        answer = await client.request(method, path, headers=headers)
+                        assert answer.status_code == 401, (method, path)
+            answer = await client.post("/v1/completions", json=BODY, headers=ADMIN)
+            assert answer.status_code == 401
+            page = {**ADMIN, "origin": "http://evil.example"}
+            assert (await client.post("/pause", headers=page)).status_code == 403
+            form = {**ADMIN, "content-type": "application/x-www-form-urlencoded"}
+            assert (await client.post("/pause", headers=form)).status_code == 415
+            assert not (await client.get("/is_paused", headers=ADMIN)).json()["is_paused"]
+            document = (await client.get("/openapi.json", headers=CLIENT)).json()
+            assert not TRAINER_PATHS & document["paths"].keys()
+
+    run(test())
+
+
+@pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
+def test_requests_of_a_pause_wait_and_get_the_new_weights(
+    tmp_path: Path, kind: Callable[..., AsyncLLM]
+) -> None:
+    save_seed(tmp_path / "step-40" / "model.safetensors", 7)
+
+    async def test() -> None:
+        async with open_app(tmp_path, kind) as client:
+            old = await complete(client, max_tokens=8)
+            assert old.keys() == {"index", "text", "logprobs", "finish_reason"}
+            paused = await command(client, "/pause?mode=keep&clear_cache=true")
+            assert paused == {"status": "paused", "weight_version": "0"}
+            waiting = asyncio.create_task(complete(client, max_tokens=8))
+            body = {"files": ["step-40/model.safetensors"], "weight_version": "40"}
+            updated = await command(client, "/update_weights", body)
+            assert updated["weight_version"] == "40" and updated["seconds"]["update"] > 0
+            state = (await client.get("/is_paused", headers=ADMIN)).json()
+            assert state == {"is_paused": True, "mode": "keep", "weight_version": "40"}
+            assert not waiting.done()
+            await command(client, "/resume")
+            new = await waiting
+            assert new["text"] != old["text"]
+            assert (new["weight_version"], new["num_stale_tokens"]) == ("40", 0)
+            streamed = await client.post(
+                "/v1/completions", json={**BODY, "max_tokens": 8, "stream": True}, headers=CLIENT
+            )
+            chunks = parse_chunks(streamed.text)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == new["text"]
+            assert [c["choices"][0].get("weight_version") for c in chunks[-2:]] == [None, "40"]
+            own = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0}
+            generated = await client.post("/generate", json=own, headers=CLIENT)
+            assert generated.json()["weight_version"] == "40"
+            async with AsyncLLM("hash:seed=7") as fresh:
+                params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
+                assert (await fresh.generate("Once upon", params)).text == new["text"]
+
+    run(test())
+
+
+def test_a_pause_that_aborts_returns_the_tokens_so_far(tmp_path: Path) -> None:
+    """In the middle of an output, of a stream and of a chat."""
+
+    async def test() -> None:
+        async with open_app(tmp_path) as client:
+            request = {**BODY, "max_tokens": 4000, "stream": True}
+            chat = {
+                **{name: request[name] for name in ("model", "temperature", "ignore_eos")},
+                "max_tokens": 4000,
+                "messages": [{"role": "user", "content": "hi"}],
+            }
+            tasks = [
+                asyncio.create_task(client.post(path, json=body, headers=CLIENT))
+                for path, body in (
+                    ("/v1/completions", request),
+                    ("/v1/completions", {**request, "stream": False}),
+                    ("/v1/chat/completions", chat),
+                )
+            ]
+            while (await client.get("/healthz")).json()["running"] < 3:
+                await asyncio.sleep(0.001)
+            await command(client, "/pause")
+            answers = [await task for task in tasks]
+            assert [answer.status_code for answer in answers] == [200, 200, 200]
+            last = parse_chunks(answers[0].text)[-1]
+            assert last["choices"][0]["finish_reason"] == "abort"
+            assert answers[0].text.endswith("data: [DONE]\n\n")
+            for answer in answers[1:]:
+                body = answer.json()
+                assert body["choices"][0]["finish_reason"] == "abort"
+                assert 0 < body["usage"]["completion_tokens"] < 4000
+            await command(client, "/resume")
+            assert (await complete(client, max_tokens=3))["finish_reason"] == "length"
+
+    run(test())
+
+
+def test_a_sleep_is_refused_or_carried_out_by_name(tmp_path: Path) -> None:
+    save_seed(tmp_path / "new.safetensors", 7)
+
+    async def test() -> None:
+        async with open_app(tmp_path) as client:
+            answer = await client.post("/wake_up", headers=ADMIN)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "engine_paused")
+            assert (await command(client, "/sleep?level=2"))["seconds"] == {"kv_cache": 0.0}
+            assert (await client.get("/is_sleeping", headers=ADMIN)).json() == {"is_sleeping": True}
+            assert (await client.post("/resume", headers=ADMIN)).status_code == 409
+            await command(client, "/wake_up")
+            answer = await client.post("/resume", headers=ADMIN)
+            assert "Update them all" in answer.json()["error"]["message"]
+            await command(client, "/update_weights", {"files": ["new.safetensors"]})
+            await command(client, "/resume")
+            assert (await complete(client, max_tokens=3))["weight_version"] == "1"
+            for query in ("/sleep?level=3", "/pause?mode=never", "/pause?tags=weights"):
+                assert (await client.post(query, headers=ADMIN)).status_code == 400
+
+    run(test())
+
+
+def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    inside = save_seed(folder / "step" / "model.safetensors", 3)
+    outside = save_seed(tmp_path / "outside.safetensors", 4)
+    (folder / "link.safetensors").symlink_to(outside)
+    (folder / "near.safetensors").symlink_to(inside)
+    (folder / "folder.safetensors").mkdir()
+    (folder / "model.pt").write_bytes(b"\x80\x04.")
+    (tmp_path / "weights-other").mkdir()
+    save_seed(tmp_path / "weights-other" / "model.safetensors", 5)
+    access = TrainerAccess("admin", folder.resolve())
+    good = access.find_files(["step/model.safetensors", "near.safetensors"])
+    assert good.paths == (str(inside.resolve()),) * 2
+    for name in (
+        "../outside.safetensors",
+        str(outside),
+        str(inside),
+        "link.safetensors",
+        "folder.safetensors",
+        "model.pt",
+        "step",
+        "",
+        "none.safetensors",
+        "../weights-other/model.safetensors",
+        "step/model.safetensors\0",
+        "a" * 5000,
+    ):
+        with pytest.raises(InvalidWeights, match="Name a file relative"):
+            access.find_files([name])
+    with pytest.raises(InvalidWeights, match="Give 1 to 256"):
+        access.find_files([])
+    with pytest.raises(InvalidWeights, match="no folder of weights"):
+        TrainerAccess("admin", None).find_files(["step/model.safetensors"])
+
+
+def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    cut = save_seed(tmp_path / "cut.safetensors", 3)
+    cut.write_bytes(cut.read_bytes()[:-1])
+
+    async def test() -> None:
+        async with open_app(tmp_path) as client:
+            for files in (["cut.safetensors"], ["../secret"], None, "cut.safetensors"):
+                answer = await client.post("/update_weights", json={"files": files}, headers=ADMIN)
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"] == "files"
+            assert "weight_version" not in await complete(client, max_tokens=3)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_enabled": False, "admin_api_key": "x"}, "admin_api_key: it is for weight updates"),
+        ({"is_enabled": False, "weights_folder": "x"}, "weights_folder: it is for weight updates"),
+        ({"is_enabled": True}, "need a key of their own"),
+        ({"is_enabled": True, "admin_api_key": ""}, "need a key of their own"),
+        ({"is_enabled": True, "admin_api_key": "client"}, "a client's key too"),
+        (
+            {"is_enabled": True, "admin_api_key": "x", "weights_folder": "/none"},
+            "there is no folder",
+        ),
+    ],
+)
+def test_options_that_give_no_safe_access_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    defaults = {"admin_api_key": None, "weights_folder": None, "api_keys": ("client",)}
+    with pytest.raises(InvalidConfig, match=message):
+        TrainerAccess.from_options(**(defaults | options))
