@@ -158,7 +158,7 @@ def _check_query(request: Request, names: Collection[str]) -> None:
         if name not in names:
             raise APIError(
                 400,
-                "unknown_field",
+                "unknown_parameter",
                 f"{excerpt(name)}: there is no such parameter. Use {', '.join(names)}",
                 param=excerpt(name),
             )
