@@ -267,7 +267,7 @@ class Engine:
 
     @property
     def is_paused(self) -> bool:
-        """True in a pause that has begun: no step is in flight, and none begins."""
+        """True in a pause, once no step is in flight and none follows."""
         if self.pause_mode is None:
             return False
         return self.scheduler.is_frozen or not (self.scheduler.has_work or self._in_flight)
@@ -472,7 +472,9 @@ class Engine:
         if self.sleep_level:
             raise EnginePaused("the model sleeps. Wake it first")
         if self._lacks_weights:
-            raise EnginePaused("the model has no weights after a sleep of level 2. Update them all")
+            raise EnginePaused(
+                "the model lacks weights, after a sleep or a failure. Update them all"
+            )
         if self.recorder is not None:
             self.recorder.record_resume()
         self.pause_mode = None
@@ -496,7 +498,7 @@ class Engine:
         namespace   replaces `EngineConfig.cache_namespace`; each update needs a new one, since
                     files outlive the engine
         Raises InvalidWeights or InvalidConfig for a source that does not match, EnginePaused while
-        the model sleeps or a WAIT has not begun, and changes nothing then. Raises EngineDead where
+        the model sleeps or a WAIT still waits, and changes nothing then. Raises EngineDead where
         the update failed halfway.
         """
         model, recorder = self.model, self.recorder
@@ -512,11 +514,14 @@ class Engine:
             try:
                 return self.update_weights(source, version, namespace=namespace)
             finally:
-                self.resume()
+                if not self._lacks_weights:  # else the update failed halfway
+                    self.resume()
         self._check_paused()
+        lacked_weights, self._lacks_weights = self._lacks_weights, True
         try:
             model.update_weights(source)
         except InvalidWeights:
+            self._lacks_weights = lacked_weights
             raise
         except Exception as error:
             raise EngineDead(f"an update of the weights failed halfway: {error!r}") from error

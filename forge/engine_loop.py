@@ -58,7 +58,7 @@ class ResetPrefixCache(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Command: pause. The first report of the pause that has begun carries the ticket."""
+    """Command: pause. The first report without a step in flight carries the ticket."""
 
     ticket: int
     mode: PauseMode
@@ -144,7 +144,7 @@ class EngineStatus(NamedTuple):
     can_step            a step would change something; False as well while all requests wait for a
                         paused session
     pause_mode          how the engine was paused; None: it is not
-    is_paused           the pause has begun: no step is in flight, and none begins
+    is_paused           no step is in flight, and none follows until the end of the pause
     sleep_level         level of the model's sleep; 0: it is awake
     weight_version      version of the weights
     num_cached_blocks   blocks that no sequence holds and whose content is kept
@@ -286,7 +286,7 @@ class EngineLoop:
         self._stopping = False
         self._executors: dict[QueueLevel, ThreadPoolExecutor] = {}
         self._compiling: dict[int, Future[None]] = {}  # requests whose structure is being compiled
-        self._waiting_pauses: list[int] = []  # tickets of pauses that have not begun
+        self._waiting_pauses: list[int] = []  # tickets of pauses that still wait
         self._timers = SessionTimers(engine.scheduler.sessions, engine.config.session_ttl_s)
 
     def post(self, command: Command) -> None:

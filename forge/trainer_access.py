@@ -1,4 +1,4 @@
-"""TrainerAccess: who may pause an engine and replace its weights over HTTP, and from which files.
+"""TrainerAccess: the key for pauses and updates of weights over HTTP, and the files of updates.
 
 Owns the check of the options, and the way from a name in a request to a file. Knows no route.
 

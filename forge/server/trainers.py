@@ -1,6 +1,6 @@
 """Routes for trainers: pause and resume, updates of weights, sleep and wake.
 
-Owns the bodies and the responses. Knows no key: the middleware decides who may enter. The names
+Owns the bodies and the responses. Knows no key: the middleware checks it. The names
 are vLLM's where it has the route, and so are the parameters of the query.
 
     POST /pause?mode=keep      GET /is_paused       POST /update_weights {"files", "weight_version"}
@@ -76,7 +76,7 @@ class TrainerEndpoints:
         ]
 
     async def pause(self, request: Request) -> Response:
-        """POST /pause. The response follows when the pause has begun.
+        """POST /pause. The response follows when no step is in flight.
 
         `clear_cache` of vLLM changes nothing: an update always drops what is cached.
         """

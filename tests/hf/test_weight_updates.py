@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from forge import LLM, SamplingParams  # noqa: E402
 from forge.errors import EngineDead, EnginePaused, InvalidWeights  # noqa: E402
-from forge.models.hf.model import HFModel  # noqa: E402
+from forge.models.hf.model import HFModel, check_free_memory  # noqa: E402
 from forge.models.hf.weights import ModelWeights  # noqa: E402
 from forge.weights import NamedWeights, WeightFiles  # noqa: E402
 from tests.hf.families import create_module  # noqa: E402
@@ -192,6 +192,21 @@ def test_an_update_that_fails_halfway_ends_the_engine(qwen3: Trained) -> None:
         broken = qwen3.new_tensors[name].as_subclass(Broken)
         with pytest.raises(EngineDead, match="failed halfway: RuntimeError"):
             llm.update_weights({**qwen3.new_tensors, name: broken})
+        with pytest.raises(EnginePaused, match="Call resume first"):
+            generate(llm)
+        with pytest.raises(EnginePaused, match="Update them all"):
+            llm.resume()
+        with pytest.raises(InvalidWeights, match="is missing"):
+            llm.update_weights({name: qwen3.new_tensors[name]})
+        llm.update_weights(qwen3.new_tensors)
+        llm.resume()
+        assert generate(llm) == qwen3.new_outputs
+
+
+def test_a_wake_is_refused_where_the_trainer_has_the_memory() -> None:
+    check_free_memory(2**30, 2**30)
+    with pytest.raises(EnginePaused, match=r"needs 2.0 GiB, and the GPU has 1.5 free"):
+        check_free_memory(2**31, 3 * 2**29)
 
 
 @pytest.mark.parametrize("level", [1, 2])

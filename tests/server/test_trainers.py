@@ -1,4 +1,4 @@
-"""Routes of trainers: who may call them, which files they read, what clients see of an update."""
+"""Routes of trainers: their key, the files that they read, and outputs after updates."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_requests_of_a_pause_wait_and_get_the_new_weights(
             waiting = asyncio.create_task(complete(client, max_tokens=8))
             body = {"files": ["step-40/model.safetensors"], "weight_version": "40"}
             updated = await command(client, "/update_weights", body)
-            assert updated["weight_version"] == "40" and updated["seconds"]["update"] > 0
+            assert updated["weight_version"] == "40" and updated["seconds"].keys() == {"update"}
             state = (await client.get("/is_paused", headers=ADMIN)).json()
             assert state == {"is_paused": True, "mode": "keep", "weight_version": "40"}
             assert not waiting.done()
@@ -129,7 +129,7 @@ def test_requests_of_a_pause_wait_and_get_the_new_weights(
             )
             chunks = parse_chunks(streamed.text)
             assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == new["text"]
-            assert [c["choices"][0].get("weight_version") for c in chunks[-2:]] == [None, "40"]
+            assert chunks[-1]["choices"][0]["weight_version"] == "40"
             own = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0}
             generated = await client.post("/generate", json=own, headers=CLIENT)
             assert generated.json()["weight_version"] == "40"

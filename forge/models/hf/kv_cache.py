@@ -86,6 +86,11 @@ class KVCache:
         """Bytes of a block, over all layers."""
         return self.spec.bytes_per_token * self.block_size
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks, the scratch block included."""
+        return self.data.numel() * self.data.itemsize
+
     def release(self) -> None:
         """Free the memory of all blocks. Views of `data` stay; call `restore` before a step."""
         self.data.untyped_storage().resize_(0)
@@ -93,7 +98,7 @@ class KVCache:
     def restore(self) -> None:
         """Allocate the memory that `release` freed, all zeros, perhaps at another address."""
         with torch.inference_mode():
-            self.data.untyped_storage().resize_(self.data.numel() * self.data.itemsize)
+            self.data.untyped_storage().resize_(self.num_bytes)
             self.data.zero_()
 
     def check_plan(self, num_blocks: int, block_size: int) -> None:

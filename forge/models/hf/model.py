@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from forge.config import MAX_DRAFTS
-from forge.errors import InvalidConfig, InvalidWeights
+from forge.errors import EnginePaused, InvalidConfig, InvalidWeights
 from forge.models.hf.block_moves import Moves
 from forge.models.hf.runner.batch_step import BatchStep, NoFollowers, StepPublisher
 from forge.models.hf.runner.cuda_graphs import NO_GRAPHS, CapturedGraphs, no_graphs
@@ -50,6 +50,8 @@ from forge.seam import LateMask, StepPlan
 from forge.weights import PartTimes, WeightSource
 
 log = logging.getLogger(__name__)
+
+GIB = 2**30
 
 
 class _QueuedStep(NamedTuple):
@@ -170,8 +172,13 @@ class HFModel:
         return watch.times
 
     def wake(self) -> PartTimes:
-        """Allocate what `sleep` freed, capture the graphs again, and return the seconds."""
+        """Allocate what `sleep` freed, capture the graphs again, and return the seconds.
+
+        Raises EnginePaused, and changes nothing, where the device lacks memory.
+        """
         watch, device = PartWatch(), self._runner.kv_cache.data.device
+        if device.type == "cuda":
+            check_free_memory(self._released_bytes, torch.cuda.mem_get_info(device)[0])
         self._changeable_weights.restore()
         watch.end("weights")
         self._runner.kv_cache.restore()
@@ -184,6 +191,11 @@ class HFModel:
             self._draft.wake()
             watch.end("draft")
         return watch.times
+
+    @property
+    def _released_bytes(self) -> int:
+        num_bytes = self._changeable_weights.released_bytes + self._runner.kv_cache.num_bytes
+        return num_bytes + (self._draft._released_bytes if self._draft is not None else 0)
 
     @property
     def _changeable_weights(self) -> ModelWeights:
@@ -360,6 +372,15 @@ class HFModel:
         if late_rows:
             waiting = LateRows(runner, rows, batch_rows, step.plan.late_rows, step_logits, logprobs)
         return _QueuedStep(batch.plan_rows, logprobs, prompt_logprobs, evidence, waiting)
+
+
+def check_free_memory(needed_bytes: int, free_bytes: int) -> None:
+    """Raise EnginePaused where a wake needs more memory than is free."""
+    if needed_bytes > free_bytes:
+        raise EnginePaused(
+            f"a wake needs {needed_bytes / GIB:.1f} GiB, and the GPU has "
+            f"{free_bytes / GIB:.1f} free. Free memory of the trainer, then wake it again"
+        )
 
 
 def _synchronize(device: torch.device) -> None:

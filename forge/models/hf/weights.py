@@ -59,6 +59,7 @@ class ModelWeights:
         """
         with open_source(source) as tensors:
             self._check(tensors)
+            self._lacks_content = True  # An error from here on leaves a mixture.
             if isinstance(source, WeightFiles):
                 with ThreadPoolExecutor(NUM_COPY_THREADS) as executor:
                     list(executor.map(self._copy, tensors, tensors.values()))
@@ -126,6 +127,11 @@ class ModelWeights:
         for storage in storages.values():
             storage.resize_(0)
         self._lacks_content = self._lacks_content or not keep_content
+
+    @property
+    def released_bytes(self) -> int:
+        """Bytes that `restore` allocates."""
+        return sum(saved if isinstance(saved, int) else saved.numel() for _, saved in self._saved)
 
     @torch.inference_mode()
     def restore(self) -> None:
