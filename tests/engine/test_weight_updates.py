@@ -16,7 +16,7 @@ import pytest
 from forge.config import DiskTier, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
 from forge.engine_loop import EngineLoop, Pause, PauseResult, Resume, StepReport
-from forge.errors import DuplicateRequest, EnginePaused, InvalidConfig, InvalidWeights
+from forge.errors import DuplicateRequest, EngineDead, EnginePaused, InvalidConfig, InvalidWeights
 from forge.models.file_moves import FileMoves
 from forge.models.hash import HashModel
 from forge.pause import PauseMode
@@ -25,7 +25,7 @@ from forge.recording import RecordingWriter, build_header, read_entries
 from forge.replay_run import ReplayRun
 from forge.request import Delta, FinishReason, Request, SamplingParams, Structure, StructureKind
 from forge.tokenizer import ByteTokenizer
-from forge.weights import NamedWeights
+from forge.weights import NamedWeights, WeightSource
 from tests.core.worlds import FaultyStore
 
 VOCAB = 24
@@ -206,6 +206,22 @@ def test_a_refused_update_changes_nothing() -> None:
     assert engine.pause_mode is None and engine.weights.current == "0"
     outputs.run()
     assert outputs.tokens[0, 0] == continue_greedily(1, range(9), 20)
+
+
+def test_an_update_that_fails_halfway_leaves_the_engine_paused() -> None:
+    class Broken(HashModel):
+        def update_weights(self, source: WeightSource) -> None:
+            super().update_weights(source)
+            raise RuntimeError("an illegal memory access")
+
+    engine = Engine(Broken(vocab_size=VOCAB, num_blocks=64, block_size=4), create_config())
+    engine.submit(create_request(0))
+    engine.step()
+    with pytest.raises(EngineDead, match="failed halfway: RuntimeError"):
+        engine.update_weights(NEW, namespace="new")
+    assert engine.is_paused and not engine.can_step
+    with pytest.raises(EnginePaused, match="Update them all"):
+        engine.resume()
 
 
 def test_requests_of_a_pause_can_be_aborted_and_keep_their_ids() -> None:
