@@ -45,7 +45,7 @@ from forge.engine_loop import (
 )
 from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
-from forge.errors import EngineClosed, EngineDead, ForgeError
+from forge.errors import EngineClosed, EngineDead, ForgeError, InvalidWeights
 from forge.llm import (
     DEFAULT_PARAMS,
     Options,
@@ -61,7 +61,7 @@ from forge.pause import PauseMode
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer
-from forge.weights import WeightSource
+from forge.weights import NamedWeights, WeightSource
 
 RESET_DONE = ("reset", None)
 RESIZE_ANSWERED = ("resize answered", None)
@@ -398,6 +398,12 @@ class AsyncLLM:
         version   name of the weights in later outputs; None: the number of updates
         Raises InvalidWeights for a source that does not match; nothing has changed then.
         """
+        if isinstance(source, NamedWeights) and isinstance(self._host, EngineProcess):
+            raise InvalidWeights(
+                "weights",
+                "tensors of this process cannot be sent to that of the engine",
+                "Give WeightFiles, or open AsyncLLM(...) instead of AsyncLLM.spawn(...)",
+            )
         namespace = new_namespace()
         return await self._execute(UpdateWeights(next(self._ids), source, version, namespace))
 

@@ -6,6 +6,7 @@ meaning: so keys and values of earlier weights show in the tokens, from any tier
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from forge.async_llm import AsyncLLM
 from forge.config import DiskTier, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
 from forge.engine_loop import EngineLoop, Pause, PauseResult, Resume, StepReport
@@ -384,3 +386,17 @@ def test_turns_of_a_session_go_on_after_an_update() -> None:
     assert outputs.tokens[1, 0] == continue_greedily(NEW_SEED, prompt, 20)
     assert engine.scheduler.sessions["", "s"].num_turns == 2
     assert engine.scheduler.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
+def test_tensors_are_taken_from_the_process_of_the_engine_only(kind: Any) -> None:
+    async def update() -> None:
+        async with kind("hash:seed=1") as llm:
+            if kind is AsyncLLM:
+                assert (await llm.update_weights(NEW, "new")).keys() == {"update"}
+                assert llm.weight_version == "new"
+            else:
+                with pytest.raises(InvalidWeights, match="Give WeightFiles"):
+                    await llm.update_weights(NEW)
+
+    asyncio.run(asyncio.wait_for(update(), 20))
