@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from forge.config import DiskTier, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
 from forge.engine_loop import EngineLoop, Pause, PauseResult, Resume, StepReport
 from forge.errors import DuplicateRequest, EngineDead, EnginePaused, InvalidConfig, InvalidWeights
+from forge.llm import LLM
 from forge.models.file_moves import FileMoves
 from forge.models.hash import HashModel
 from forge.pause import PauseMode
@@ -400,3 +402,29 @@ def test_tensors_are_taken_from_the_process_of_the_engine_only(kind: Any) -> Non
                     await llm.update_weights(NEW)
 
     asyncio.run(asyncio.wait_for(update(), 20))
+
+
+@pytest.mark.parametrize(
+    ("mode", "end", "stale"),
+    [("abort", "abort", 0), ("wait", "length", 0), ("keep", "length", 3)],
+)
+def test_streams_of_an_llm_end_as_the_pause_says(mode: str, end: str, stale: int) -> None:
+    """The one with a token at the pause, and the one that no step has served."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM("hash:seed=1") as llm:
+        streams = [llm.stream("Once", params) for _ in range(2)]
+        first = [delta.token_ids for delta in islice(streams[0], 3)]
+        llm.pause(mode)
+        with pytest.raises(EnginePaused, match="Call resume first"):
+            llm.generate("Once", params)
+        llm.update_weights({"seed": 2}, "two")
+        llm.resume()
+        deltas = [list(stream) for stream in streams]
+        assert [rest[-1].finish_reason for rest in deltas] == [end, end]
+        num_tokens = len(first) + sum(len(delta.token_ids) for delta in deltas[0])
+        assert num_tokens == (3 if mode == "abort" else 20)
+        assert deltas[0][-1].weights.num_stale_tokens == stale
+        (output,) = llm.generate("Once", params)
+        assert output.weight_version == "two"
+    with pytest.raises(InvalidConfig, match="Give one of: abort, wait, keep"):
+        llm.pause("never")
