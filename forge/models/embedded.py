@@ -171,6 +171,7 @@ def _open_numpy_model(
         )
     # numpy takes a tenth of a second to import, which `hash` does not need.
     from forge.models.llama import Llama
+    from forge.models.llama_model import LlamaModel
 
     tokenizer = ByteTokenizer()
     draft_model = None
@@ -183,7 +184,7 @@ def _open_numpy_model(
     contents = f"{name} {_digest(embedded_folder(name))} float32"
     block_bytes = page_bytes(decoder.pages())
     with _open_host_memory(tiers, config, block_bytes, contents) as memory:
-        model = PagedModel(
+        model = LlamaModel(
             decoder,
             eos_token=tokenizer.eos_token,
             draft=draft_model,

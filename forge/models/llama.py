@@ -51,11 +51,13 @@ class Layer(NamedTuple):
 
 
 class Llama:
-    """Weights of a checkpoint in `folder`, and the keys and values of `num_blocks` blocks."""
+    """Weights of a checkpoint in `folder`, and the keys and values of `num_blocks` blocks.
+
+    weights   arrays by the names of the checkpoint
+    """
 
     def __init__(self, folder: Path, num_blocks: int, block_size: int) -> None:
         config = json.loads((folder / "config.json").read_text())
-        weights = load_file(folder / "model.safetensors")
         self.vocab_size: int = config["vocab_size"]
         self.num_layers: int = config["num_hidden_layers"]
         self.block_size = block_size
@@ -67,11 +69,16 @@ class Llama:
             self._head_dim,
             config["rope_parameters"]["rope_theta"],
         )
+        self.set_weights(load_file(folder / "model.safetensors"))
+        self._cache = self._create_blocks(num_blocks)
+
+    def set_weights(self, weights: Mapping[str, Array]) -> None:
+        """Compute with these weights from now on. Blocks keep what the earlier ones wrote."""
+        self.weights = weights
         self._embedding = weights["model.embed_tokens.weight"].astype(np.float32)
         self._layers = [load_layer(weights, index) for index in range(self.num_layers)]
         self._norm_weight = weights["model.norm.weight"].astype(np.float32)
         self._head = split_panels(self._embedding)  # One matrix is the embedding and the head.
-        self._cache = self._create_blocks(num_blocks)
 
     def _create_blocks(self, count: int) -> Array:
         shape = (self.num_layers, 2, self._num_kv_heads, self.block_size, self._head_dim)

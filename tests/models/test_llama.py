@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from forge import LLM, SamplingParams
-from forge.errors import InvalidConfig
+from forge.errors import InvalidConfig, InvalidWeights
 from forge.models.embedded import EMBEDDED_CHECKPOINTS, MAX_POSITIONS, embedded_folder
 from forge.models.llama import Llama
 from forge.models.loader import load_model
 from forge.models.paged_decoder import BlockRow
 from forge.request import Structure
+from forge.weights import WeightFiles
 from tests.models.ragged_runs import TEXT, draw_requests, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,3 +262,63 @@ def test_it_is_served_without_torch() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# Updates of weights.
+
+NORM = "model.norm.weight"
+
+
+def changed_weights() -> dict[str, Any]:
+    """Return some weights of tiny, other than they are."""
+    weights = load_file(embedded_folder("tiny") / "model.safetensors")
+    names = (NORM, "model.layers.2.mlp.up_proj.weight", "model.embed_tokens.weight")
+    return {name: (weights[name] * -1.5).astype(np.float32) for name in names}
+
+
+def test_an_update_gives_the_outputs_of_a_model_with_these_weights(tmp_path: Path) -> None:
+    changed, params = changed_weights(), SamplingParams(max_tokens=8, temperature=0)
+    fresh = create_decoder()
+    fresh.set_weights({**fresh.weights, **changed})
+    expected = np.argmax(logits_of(fresh, BlockRow(range(4), 0, IDS))[-1])
+    save_file(changed, tmp_path / "some.safetensors")
+    for source in (changed, WeightFiles((str(tmp_path / "some.safetensors"),))):
+        with LLM("tiny", num_blocks=32) as llm:
+            before = llm.generate(IDS, params)[0].token_ids
+            assert llm.update_weights(source) == "1"
+            after = llm.generate(IDS, params)[0].token_ids
+            assert after[0] == expected and after != before
+            llm.update_weights(load_file(embedded_folder("tiny") / "model.safetensors"))
+            assert llm.generate(IDS, params)[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, "weights: there are none"),
+        ({"model.nrom.weight": np.zeros(256, np.float32)}, "model.nrom.weight: the model has no"),
+        ({NORM: np.zeros(255, np.float32)}, r"its shape is \[255\], the model's \[256\]"),
+        ({NORM: np.zeros(256, np.int64)}, "its dtype is int64"),
+        ({NORM: [[1.0], [1.0, 2.0]]}, "it is no array"),
+        (WeightFiles(("/none.safetensors",)), "it cannot be read"),
+    ],
+)
+def test_an_update_that_does_not_match_is_refused_and_changes_nothing(
+    source: Any, message: str
+) -> None:
+    with LLM("tiny", num_blocks=32) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0)
+        before = llm.generate(IDS, params)[0].token_ids
+        if isinstance(source, dict) and source:
+            source = {"model.layers.0.mlp.down_proj.weight": np.zeros((256, 512)), **source}
+        with pytest.raises(InvalidWeights, match=message):
+            llm.update_weights(source)
+        assert llm.generate(IDS, params)[0].token_ids == before
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({NORM: np.ones(256, np.float32)}, tmp_path / f"{name}.safetensors")
+    paths = tuple(str(tmp_path / f"{name}.safetensors") for name in ("a", "b"))
+    with LLM("tiny", num_blocks=32) as llm, pytest.raises(InvalidWeights, match="in two files"):
+        llm.update_weights(WeightFiles(paths))
