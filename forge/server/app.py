@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -30,7 +30,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from forge.async_llm import AsyncLLM
 from forge.limits import DEFAULT_LIMITS, Limits
@@ -38,7 +37,6 @@ from forge.outputs import RequestOutput, TextDelta
 from forge.request import SamplingParams
 from forge.server import chat, generation
 from forge.server.admission import AdmissionQueue
-from forge.server.body import read_json_body
 from forge.server.chat import ChatCompletionResponse, ChatRequest
 from forge.server.chat_formats import ChatFormats, find_chat_formats
 from forge.server.completions import (
@@ -50,31 +48,29 @@ from forge.server.completions import (
 from forge.server.errors import (
     EXCEPTION_HANDLERS,
     APIError,
-    ClientDisconnected,
     engine_dead_error,
-    excerpt,
 )
 from forge.server.home import HomeEndpoint
+from forge.server.json_route import handle_json
 from forge.server.metrics import MetricsEndpoint
 from forge.server.middleware import SecurityMiddleware
 from forge.server.openapi import openapi
 from forge.server.operations import OperationsEndpoints
-from forge.server.protocol import NamedPrompt, missing_field_error, parse_request
+from forge.server.protocol import NamedPrompt, parse_request
 from forge.server.request_head import RequestHead
+from forge.server.served_model import ServedModel
 from forge.server.sessions import SessionEndpoints
-from forge.server.sse import EventStream
+from forge.server.sse import comment_ping, encode_event
 from forge.server.stat_logger import StatLogger
+from forge.server.streaming import GeneratedStream
 from forge.server.tenants import Tenants
-from forge.server.time_slicing import SliceBudget, SlicedWork, num_entries
+from forge.server.time_slicing import SlicedWork
 from forge.server.tokenization import TokenizationEndpoints
 from forge.server.trainers import TRAINER_PATHS, TrainerEndpoints
 from forge.trainer_access import TrainerAccess
 
 COUNT_RESPONSE = "answered"
 """Name in the application's state of the function that counts a connection's own responses."""
-
-BYTES_PER_ENTRY = 256
-"""Bytes of a chunk that count as an entry of a slice. An echo has large chunks."""
 
 ParamsAndPrompts: TypeAlias = tuple[SamplingParams, list[NamedPrompt]]
 T = TypeVar("T")
@@ -105,11 +101,11 @@ def create_app(
 
     Raises InvalidConfig for an unknown name of a format.
     """
-    model_name = served_model_name or llm.model
-    queue = AdmissionQueue(llm, limits)
+    served_model = ServedModel(served_model_name or llm.model)
+    queue, tenants = AdmissionQueue(llm, limits), Tenants(api_keys)
     formats = find_chat_formats(llm.tokenizer, reasoning_parser, tool_call_parser)
-    endpoints = InferenceEndpoints(queue, model_name, formats)
-    metrics = MetricsEndpoint(llm, model=model_name, compat=metrics_compat)
+    endpoints = InferenceEndpoints(queue, served_model, formats)
+    metrics = MetricsEndpoint(llm, model=served_model.name, compat=metrics_compat)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
@@ -132,10 +128,10 @@ def create_app(
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/healthz", endpoints.health, methods=["GET"]),
-            *HomeEndpoint(model_name).routes(),
+            *HomeEndpoint(served_model.name).routes(),
             *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
-            *TokenizationEndpoints(llm, model_name).routes(),
+            *TokenizationEndpoints(llm, served_model.name).routes(),
             *trainer_routes,
             Route("/metrics", metrics.scrape, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
@@ -143,7 +139,7 @@ def create_app(
         middleware=[
             Middleware(
                 SecurityMiddleware,
-                tenants=Tenants(api_keys),
+                tenants=tenants,
                 admin_keys=admin_keys,
                 admin_paths=TRAINER_PATHS if admin_keys else (),
                 hosts=hosts,
@@ -161,11 +157,13 @@ def create_app(
 class InferenceEndpoints:
     """Handlers of the routes that generate or describe the model."""
 
-    def __init__(self, queue: AdmissionQueue, model_name: str, formats: ChatFormats) -> None:
+    def __init__(
+        self, queue: AdmissionQueue, served_model: ServedModel, formats: ChatFormats
+    ) -> None:
         self._queue = queue
         self._formats = formats
         self._llm = queue.llm
-        self._model_name = model_name
+        self._served_model = served_model
         self._created_s = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -175,7 +173,7 @@ class InferenceEndpoints:
             body: dict[str, Any],
         ) -> tuple[CompletionRequest, ParamsAndPrompts]:
             request_body = parse_request(CompletionRequest, body)
-            self._check_model_required(request_body.model)
+            self._served_model.check_required(request_body.model)
             sampling = request_body.sampling_params(), request_body.parse_prompts()
             return request_body.without_prompt(), sampling
 
@@ -190,7 +188,7 @@ class InferenceEndpoints:
                 "id": f"cmpl-{head.request_id}",
                 "object": "text_completion",
                 "created": int(time.time()),
-                "model": self._model_name,
+                "model": self._served_model.name,
             }
             completion = await generation.run_in_thread_if_long(
                 prompts,
@@ -203,14 +201,14 @@ class InferenceEndpoints:
                 completion, head.request_id, bool(request_body.stream)
             )
 
-        return await self._handle(request, parse_body, respond)
+        return await handle_json(request, parse_body, respond)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
 
         def parse_body(body: dict[str, Any]) -> ChatRequest:
             request_body = parse_request(ChatRequest, body)
-            self._check_model_required(request_body.model)
+            self._served_model.check_required(request_body.model)
             return request_body
 
         async def respond(request_body: ChatRequest, head: RequestHead) -> Response:
@@ -220,7 +218,7 @@ class InferenceEndpoints:
             response_head = {
                 "id": f"chatcmpl-{head.request_id}",
                 "created": int(time.time()),
-                "model": self._model_name,
+                "model": self._served_model.name,
             }
             completion = ChatCompletionResponse(
                 request_body, engine_request, self._llm.tokenizer, self._formats, response_head
@@ -229,7 +227,7 @@ class InferenceEndpoints:
                 completion, head.request_id, bool(request_body.stream)
             )
 
-        return await self._handle(request, parse_body, respond)
+        return await handle_json(request, parse_body, respond)
 
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
@@ -237,7 +235,7 @@ class InferenceEndpoints:
         def parse_body(body: dict[str, Any]) -> tuple[GenerateRequest, ParamsAndPrompts]:
             request_body = parse_request(GenerateRequest, body)
             if request_body.model is not None:
-                self._check_model(request_body.model)
+                self._served_model.check(request_body.model)
             return request_body, (request_body.sampling_params(), request_body.parse_prompts())
 
         async def respond(
@@ -251,22 +249,7 @@ class InferenceEndpoints:
                 self._queue, requests, head.request_id, _build_generate_body
             )
 
-        return await self._handle(request, parse_body, respond)
-
-    async def _handle(
-        self,
-        request: Request,
-        parse_body: Callable[[dict[str, Any]], T],
-        respond: Callable[[T, RequestHead], Coroutine[Any, Any, Response]],
-    ) -> Response:
-        """Parse the body and return its response. Raises ClientDisconnected when the client leaves.
-
-        respond   called with the result of `parse_body` and the head of the request
-        """
-        parsed_body = await read_json_body(request, parse_body)
-        return await generation.run_until_disconnect(
-            request.receive, respond(parsed_body, RequestHead.from_request(request))
-        )
+        return await handle_json(request, parse_body, respond)
 
     async def _create_response(
         self,
@@ -276,7 +259,9 @@ class InferenceEndpoints:
     ) -> Response:
         """Return the whole response, or one that streams its chunks."""
         if is_stream:
-            return CompletionStream(self._queue, completion, http_request_id)
+            return GeneratedStream(
+                self._queue, completion.requests, http_request_id, CompletionEvents(completion)
+            )
         return await generation.create_response(
             self._queue, completion.requests, http_request_id, completion.body
         )
@@ -287,12 +272,12 @@ class InferenceEndpoints:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME. A name may have slashes."""
-        self._check_model(request.path_params["name"])
+        self._served_model.check(request.path_params["name"])
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, object]:
         return {
-            "id": self._model_name,
+            "id": self._served_model.name,
             "object": "model",
             "created": self._created_s,
             "owned_by": "forge",
@@ -315,20 +300,6 @@ class InferenceEndpoints:
             }
         )
 
-    def _check_model_required(self, name: str | None) -> None:
-        if not name:
-            raise missing_field_error("model", f"Use {self._model_name}")
-        self._check_model(name)
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model_name:
-            raise APIError(
-                404,
-                "model_not_found",
-                f"model: there is no '{excerpt(name)}' here. Use {self._model_name}",
-                param="model",
-            )
-
 
 def _build_generate_body(outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
     """Build the body of a response of /generate, in slices."""
@@ -344,48 +315,27 @@ def _build_generate_body(outputs: Sequence[RequestOutput]) -> SlicedWork[dict[st
     }
 
 
-class CompletionStream(Response):
-    """A completion as server-sent events."""
+class CompletionEvents:
+    """StreamEncoder of a completion or a chat: chunks, and [DONE] where the stream was not cut."""
 
-    def __init__(
-        self,
-        queue: AdmissionQueue,
-        completion: CompletionResponse | ChatCompletionResponse,
-        http_request_id: str,
-    ) -> None:
-        self._queue = queue
+    def __init__(self, completion: CompletionResponse | ChatCompletionResponse) -> None:
         self._completion = completion
-        self._http_request_id = http_request_id
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send every event, unless the client leaves. Raises APIError before the first event."""
-        events = EventStream(send, self._queue.limits.ping_interval)
-        try:
-            await generation.run_until_disconnect(
-                receive, events.run_with_pings(self._write(events))
-            )
-        except ClientDisconnected:
-            return
-        except APIError as error:
-            if not events.started:
-                raise
-            # Without [DONE] a reader can detect that the text is cut.
-            await events.send_event(json.dumps(error.envelope, separators=(",", ":")))
-            await events.end()
+    def encode_ping(self) -> str:
+        """Return a comment."""
+        return comment_ping()
 
-    async def _write(self, events: EventStream) -> None:
-        completion, budget = self._completion, SliceBudget()
+    def encode_delta(self, index: int, delta: TextDelta) -> Iterable[str]:
+        """Return the chunks of a delta."""
+        return map(encode_event, self._completion.chunks(index, delta))
 
-        async def send_delta(index: int, delta: TextDelta) -> None:
-            for chunk in completion.chunks(index, delta):
-                await events.send_event(chunk)
-                await budget.spend(len(chunk) // BYTES_PER_ENTRY)
-            await budget.spend(1 + num_entries(delta.token_ids, delta.logprobs))
+    def encode_end(self) -> Iterable[str]:
+        """Return the last chunks and [DONE]."""
+        return map(encode_event, (*self._completion.last_chunks(), "[DONE]"))
 
-        await generation.run_requests(
-            self._queue, completion.requests, send_delta, self._http_request_id
-        )
-        for chunk in completion.last_chunks():
-            await events.send_event(chunk)
-        await events.send_event("[DONE]")
-        await events.end()
+    def encode_error(self, error: APIError) -> Iterable[str]:
+        """Return the error. Without [DONE] a reader can detect that the text is cut."""
+        return (encode_event(json.dumps(error.envelope, separators=(",", ":"))),)
+
+    def close(self) -> None:
+        """Do nothing: a completion holds nothing."""

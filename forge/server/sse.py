@@ -3,6 +3,7 @@
 Owns the bytes around an event's data. Knows nothing of the data.
 
     data: {...}\\n\\n          an event; JSON has no raw newline, so a line is a whole event
+    event: NAME\\ndata: {...}  the same with a name, where an API has names
     : ping\\n\\n               nothing was sent for a while; readers skip it, proxies stay open
     data: {"error":...}\\n\\n  a failure after the headers; the stream then ends without [DONE]
     data: [DONE]\\n\\n         the last event of a complete stream
@@ -14,7 +15,7 @@ status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.types import Send
@@ -26,7 +27,22 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-PING = b": ping\n\n"
+PING = ": ping\n\n"
+
+
+def encode_event(data: str) -> str:
+    """Return an event. `data` has no newline."""
+    return f"data: {data}\n\n"
+
+
+def encode_named_event(name: str, data: str) -> str:
+    """Return an event of this name. `data` has no newline."""
+    return f"event: {name}\ndata: {data}\n\n"
+
+
+def comment_ping() -> str:
+    """Return a comment, which readers of events skip."""
+    return PING
 
 
 class EventStream:
@@ -35,17 +51,23 @@ class EventStream:
     started   whether the headers are sent, so that the status can no longer change
     """
 
-    def __init__(self, send: Send, ping_interval: float = DEFAULT_LIMITS.ping_interval) -> None:
+    def __init__(
+        self,
+        send: Send,
+        ping_interval: float = DEFAULT_LIMITS.ping_interval,
+        encode_ping: Callable[[], str] = comment_ping,
+    ) -> None:
         self.started = False
         self._send = send
         self._ping_interval = ping_interval
+        self._encode_ping = encode_ping
         self._lock = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._last_sent_s = self._loop.time()
 
-    async def send_event(self, data: str) -> None:
-        """Send an event. `data` has no newline."""
-        await self._send_bytes(f"data: {data}\n\n".encode())
+    async def send(self, event: str) -> None:
+        """Send an encoded event."""
+        await self._send_bytes(event.encode())
 
     async def end(self) -> None:
         """End the response."""
@@ -66,7 +88,7 @@ class EventStream:
             if silent_s < self._ping_interval:
                 await asyncio.sleep(self._ping_interval - silent_s)
             else:
-                await self._send_bytes(PING)
+                await self._send_bytes(self._encode_ping().encode())
 
     async def _send_bytes(self, event: bytes) -> None:
         async with self._lock:
