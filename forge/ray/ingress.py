@@ -30,10 +30,13 @@ from forge.server.body import MAX_BODY_BYTES, THREAD_MIN_BYTES
 from forge.server.errors import (
     APIError,
     ClientDisconnected,
+    anthropic_envelope,
     create_error_response,
     excerpt,
+    is_anthropic_path,
 )
 from forge.server.generation import run_until_disconnect
+from forge.server.sse import encode_event, encode_named_event
 
 LOG = logging.getLogger("forge.ray")
 
@@ -62,7 +65,8 @@ class Ingress:
         path = request.scope["path"]
         if path in REPLICA_PATHS:
             return create_error_response(
-                APIError(404, "not_found", f"'{excerpt(path)}' is a route of one replica")
+                APIError(404, "not_found", f"'{excerpt(path)}' is a route of one replica"),
+                request.scope,
             )
         body = bytearray()
         async for part in request.stream():
@@ -73,7 +77,8 @@ class Ingress:
                         413,
                         "request_too_large",
                         f"The body is above {MAX_BODY_BYTES} bytes. Send less",
-                    )
+                    ),
+                    request.scope,
                 )
         raw, headers = bytes(body), tuple(request.scope["headers"])
         if len(raw) > THREAD_MIN_BYTES:
@@ -124,11 +129,10 @@ class ForwardedResponse(Response):
             else f"{MAX_ATTEMPTS} replicas ended before they served this request. Send it later",
         )
         if not self._head_is_sent:
-            await create_error_response(failure)(scope, receive, send)
+            await create_error_response(failure, scope)(scope, receive, send)
             return
-        # Without [DONE] a reader can detect that the text is cut.
-        frame = json.dumps(failure.envelope, separators=(",", ":"))
-        await _send_body(send, f"data: {frame}\n\n".encode(), more_body=False)
+        # Without its last event a reader can detect that the text is cut.
+        await _send_body(send, _encode_error(failure, call.path).encode(), more_body=False)
 
     async def _attempt(self, call: Call, send: Send) -> None:
         """Forward the response of one replica. Raises one of the errors of a lost replica."""
@@ -165,6 +169,13 @@ class ForwardedResponse(Response):
                 "headers": [list(each) for each in head.headers if each[0] != b"x-request-id"],
             }
         )
+
+
+def _encode_error(error: APIError, path: str) -> str:
+    """Return the event of an error, in the shape of the API that the path is of."""
+    if is_anthropic_path(path):
+        return encode_named_event("error", json.dumps(anthropic_envelope(error, None)))
+    return encode_event(json.dumps(error.envelope, separators=(",", ":")))
 
 
 async def _send_body(send: Send, body: bytes, *, more_body: bool) -> None:

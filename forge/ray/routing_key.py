@@ -69,9 +69,11 @@ def _prompt_parts(body: dict[str, Any]) -> Iterable[bytes]:
     """Yield the bytes of a prompt in the order in which a model reads them."""
     prompt, messages = body.get("prompt"), body.get("messages")
     if isinstance(messages, list):
-        for part in (body.get("tools"), *messages):
-            if part is not None:
-                yield json.dumps(part, sort_keys=True, separators=(",", ":")).encode()
+        yield from _encode_parts(body.get("tools"), body.get("system"), *messages)
+        return
+    if "input" in body:  # of /v1/responses
+        items = body["input"] if isinstance(body["input"], list) else [body["input"]]
+        yield from _encode_parts(body.get("tools"), body.get("instructions"), *items)
         return
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]  # several prompts go to one replica, by the first of them
@@ -83,6 +85,13 @@ def _prompt_parts(body: dict[str, Any]) -> Iterable[bytes]:
             for each in prompt
             if type(each) is int and 0 <= each < 2**32
         )
+
+
+def _encode_parts(*parts: object) -> Iterable[bytes]:
+    """Yield the JSON of each part that is there."""
+    for part in parts:
+        if part is not None:
+            yield json.dumps(part, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _chain_hashes(root: bytes, prompt: bytes) -> tuple[bytes, ...]:
@@ -97,10 +106,9 @@ def _chain_hashes(root: bytes, prompt: bytes) -> tuple[bytes, ...]:
 
 
 def _tenant(headers: Headers) -> str:
-    for name, value in headers:
-        if name == b"authorization":
-            return blake2b(value, digest_size=8).hexdigest()
-    return ""
+    values = dict(headers)
+    value = values.get(b"authorization", values.get(b"x-api-key"))
+    return "" if value is None else blake2b(value, digest_size=8).hexdigest()
 
 
 def _session_id(path: str, headers: Headers, body: dict[str, Any]) -> str:

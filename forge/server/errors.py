@@ -1,10 +1,12 @@
-"""Error responses: every response that is not a success, in one shape.
+"""Error responses: every response that is not a success, in one shape for each API.
 
 Owns the error envelope and the status of each error. Knows no route. A field that cannot be served
 is an InvalidRequest, here as in the engine. Any other refusal is an APIError.
 
     {"error": {"message": "temperature: 9.0 is not a number from 0 to 2. Give a value in range",
                "type": "invalid_request_error", "param": "temperature", "code": "invalid_value"}}
+
+Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type", "message"}}.
 
 Always true: a message has at most 512 characters, all printable ASCII. Text of a client in it is
 escaped and cut. The cause of an internal error is logged and not sent.
@@ -26,6 +28,16 @@ MAX_EXCERPT_CHARS = 64
 NO_RETRY_HEADERS = {"x-should-retry": "false"}
 """Official clients retry a 5xx response unless this header says that the result would be equal."""
 CLOSE_HEADERS = {"connection": "close"}
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Error types of Anthropic's API by status, other than api_error and invalid_request_error."""
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 """Error types by status, other than server_error and invalid_request_error."""
 
@@ -69,10 +81,28 @@ def envelope(status: int, message: str, param: str | None, code: str) -> dict[st
     error_type = ERROR_TYPES.get(
         status, "server_error" if status >= 500 else "invalid_request_error"
     )
+    message = _printable(message)
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def anthropic_envelope(error: APIError, request_id: str | None) -> dict[str, object]:
+    """Return the JSON body of an error in Anthropic's API. The message begins with the field."""
+    error_type = ANTHROPIC_ERROR_TYPES.get(
+        error.status, "api_error" if error.status >= 500 else "invalid_request_error"
+    )
+    return {
+        "type": "error",
+        "error": {"type": error_type, "message": _printable(error.message)},
+        "request_id": request_id,
+    }
+
+
+def _printable(message: str) -> str:
+    """Return a message in printable ASCII, cut to MAX_MESSAGE_CHARS."""
     message = message.encode("ascii", "backslashreplace").decode()
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[: MAX_MESSAGE_CHARS - 3] + "..."
-    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+    return message
 
 
 def engine_dead_error() -> APIError:
@@ -202,9 +232,20 @@ def server_error() -> APIError:
     )
 
 
-def create_error_response(error: APIError) -> Response:
-    """Return the response of the error."""
-    return JSONResponse(error.envelope, error.status, error.headers)
+def create_error_response(error: APIError, scope: Scope) -> Response:
+    """Return the response of the error, in the shape of the API that the request's path is of.
+
+    scope   of the request; its state has its id, where it passed SecurityMiddleware
+    """
+    body = error.envelope
+    if is_anthropic_path(scope["path"]):
+        body = anthropic_envelope(error, scope.get("state", {}).get("request_id"))
+    return JSONResponse(body, error.status, error.headers)
+
+
+def is_anthropic_path(path: str) -> bool:
+    """Return whether a path is of Anthropic's API."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 class NoResponse(Response):
@@ -214,22 +255,23 @@ class NoResponse(Response):
         """Return at once."""
 
 
-async def _handle_api_error(_: Request, exc: Exception) -> Response:
+async def _handle_api_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, APIError)
-    return create_error_response(exc)
+    return create_error_response(exc, request.scope)
 
 
-async def _handle_invalid_request(_: Request, exc: Exception) -> Response:
+async def _handle_invalid_request(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, InvalidRequest)
-    return create_error_response(APIError(400, exc.code, str(exc), param=exc.field))
+    error = APIError(400, exc.code, str(exc), param=exc.field)
+    return create_error_response(error, request.scope)
 
 
-async def _handle_engine_dead(_: Request, exc: Exception) -> Response:
-    return create_error_response(engine_dead_error())
+async def _handle_engine_dead(request: Request, exc: Exception) -> Response:
+    return create_error_response(engine_dead_error(), request.scope)
 
 
-async def _handle_engine_closed(_: Request, exc: Exception) -> Response:
-    return create_error_response(shutting_down_error())
+async def _handle_engine_closed(request: Request, exc: Exception) -> Response:
+    return create_error_response(shutting_down_error(), request.scope)
 
 
 async def _handle_disconnect(_: Request, exc: Exception) -> Response:
@@ -246,7 +288,8 @@ async def _handle_http_exception(request: Request, exc: Exception) -> Response:
     if exc.status_code == 405:
         method = excerpt(request.method)
         code, message = "method_not_allowed", f"{path} does not take {method}. See the allow header"
-    return create_error_response(APIError(exc.status_code, code, message, headers=exc.headers))
+    error = APIError(exc.status_code, code, message, headers=exc.headers)
+    return create_error_response(error, request.scope)
 
 
 EXCEPTION_HANDLERS = {

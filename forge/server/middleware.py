@@ -119,7 +119,7 @@ class SecurityMiddleware:
 
         error = self._request_error(scope)
         if error is not None:
-            await create_error_response(error)(scope, receive_body, send_with_headers)
+            await create_error_response(error, scope)(scope, receive_body, send_with_headers)
             return
         try:
             await self._app(scope, receive_body, send_with_headers)
@@ -127,7 +127,8 @@ class SecurityMiddleware:
             if response_started:
                 raise  # the ASGI server logs it and cuts the connection
             LOG.exception("request %s failed", request_id)
-            await create_error_response(server_error())(scope, receive_body, send_with_headers)
+            response = create_error_response(server_error(), scope)
+            await response(scope, receive_body, send_with_headers)
 
     def _request_error(self, scope: Scope) -> APIError | None:
         """Return the error of a request that may not enter, or None."""
@@ -167,12 +168,16 @@ class SecurityMiddleware:
         keys = self._tenants
         if scope["path"] in self._admin_paths and self._admin_keys is not None:
             keys = self._admin_keys
-        tenant = keys.of_request(_single_header(scope, b"authorization"))
+        if _has_header(scope, b"authorization"):
+            tenant = keys.of_request(_single_header(scope, b"authorization"))
+        else:  # clients of Anthropic's API
+            tenant = keys.of_key(_single_header(scope, b"x-api-key"))
         if tenant is None:
             return APIError(
                 401,
                 "invalid_api_key",
-                "The API key is missing or wrong. Send the header Authorization: Bearer KEY",
+                "The API key is missing or wrong. Send the header Authorization: Bearer KEY, or "
+                "x-api-key: KEY",
                 headers={"www-authenticate": "Bearer"},
             )
         scope["state"]["tenant"] = tenant

@@ -5,6 +5,7 @@ every request of a recording. Two tenants share no session and no cached block: 
 the tenant in it, and so has the salt of every block.
 
     Authorization: Bearer KEY ──► 7c0f...  tenant ──► Request.tenant
+    x-api-key: KEY            ──► the same, where there is no Authorization
     {"cache_salt": "a"}       ──► 7c0f...:a       ──► Request.cache_salt
 
 Always true: a salt has one ":" at most, because that of a client has none. So the salts of two
@@ -32,22 +33,32 @@ def tenant_salt(tenant: str, cache_salt: str) -> str:
 
 
 class Tenants:
-    """The API keys of a server. Without keys every request is of the tenant ""."""
+    """The API keys of a server. Without keys every request is of the tenant "".
+
+    count   number of keys, at least 1
+    """
 
     def __init__(self, api_keys: tuple[str, ...]) -> None:
         self._by_digest = [
             (sha256(api_key.encode()).digest(), tenant_name(api_key)) for api_key in api_keys
         ]
+        self.count = max(1, len(self._by_digest))
 
     def of_request(self, authorization: bytes | None) -> str | None:
         """Return the tenant of a request with this header; None: it has no valid key."""
+        if authorization is None or authorization[:7].lower() != b"bearer ":  # schemes ignore case
+            return self.of_key(None)
+        return self.of_key(authorization[7:])
+
+    def of_key(self, api_key: bytes | None) -> str | None:
+        """Return the tenant of a key; None: it is not valid."""
         if not self._by_digest:
             return ""
-        if authorization is None or authorization[:7].lower() != b"bearer ":  # schemes ignore case
+        if api_key is None:
             return None
         # Digests have one length, so the time taken does not reveal a key's length. Every key is
         # compared, so it does not reveal either which key was sent.
-        digest = sha256(authorization[7:]).digest()
+        digest = sha256(api_key).digest()
         tenants = [
             tenant
             for key_digest, tenant in self._by_digest
