@@ -120,9 +120,11 @@ class ChatChoice:
 
     def _create_call(self, name: str) -> dict[str, Any]:
         """Return a call of this tool with a new id and no arguments."""
-        call_format = self._call_format
-        call_id = (
-            call_format.id_prefix
-            + secrets.token_hex(call_format.id_digits)[: call_format.id_digits]
-        )
+        call_id = create_call_id(self._call_format)
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def create_call_id(call_format: CallFormat) -> str:
+    """Return a new id of a call, of a form that the model's template accepts."""
+    digits = secrets.token_hex(call_format.id_digits)[: call_format.id_digits]
+    return call_format.id_prefix + digits
