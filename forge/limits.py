@@ -9,6 +9,8 @@ use each number:
     sse.py          ping_interval                   a stream that has nothing to send
     http_server.py  max_connections                 more connections than the process can hold
                     drain_timeout                   the end of the server
+    responses_api   response_store_mib,             responses that clients may continue
+                    response_ttl
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from dataclasses import dataclass, fields
 from forge.errors import InvalidConfig
 
 MAX_COUNT = 2**20
-COUNT_FIELDS = ("max_connections", "max_queue")
+MIN_COUNTS = {"max_connections": 1, "max_queue": 1, "response_store_mib": 0}
+"""Fields that are integers, and the least of each."""
 MAX_SECONDS = 10.0**7
 
 
@@ -35,6 +38,8 @@ class Limits:
     write_timeout            seconds a client may leave sent data unread
     ping_interval            seconds a stream may be silent before it sends a comment
     drain_timeout            seconds that open requests may take to end after SIGTERM or Ctrl-C
+    response_store_mib       MiB of responses that /v1/responses stores for all keys; 0 stores none
+    response_ttl             seconds that a stored response is kept
     """
 
     max_connections: int = 2048
@@ -45,16 +50,19 @@ class Limits:
     write_timeout: float = 30.0
     ping_interval: float = 10.0
     drain_timeout: float = 5.0
+    response_store_mib: int = 64
+    response_ttl: float = 3600.0
 
     def __post_init__(self) -> None:
-        for name in COUNT_FIELDS:
+        for name, least in MIN_COUNTS.items():
             count = getattr(self, name)
-            if type(count) is not int or count < 1:
-                raise InvalidConfig(name, f"{count!r} is not a positive integer", "Give 1 or more")
+            if type(count) is not int or count < least:
+                kind = "a positive integer" if least else "an integer from 0"
+                raise InvalidConfig(name, f"{count!r} is not {kind}", f"Give {least} or more")
             if count > MAX_COUNT:
                 raise InvalidConfig(name, f"{count} is more than {MAX_COUNT}", "Give less")
         for name in (
-            limit_field.name for limit_field in fields(self) if limit_field.name not in COUNT_FIELDS
+            limit_field.name for limit_field in fields(self) if limit_field.name not in MIN_COUNTS
         ):
             value = getattr(self, name)
             if value is None and name == "request_timeout":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import Message
@@ -48,6 +49,8 @@ class EngineReplica:
     ) -> None:
         self.name = name
         self.llm = AsyncLLM.spawn(model, policy=policy, **options)
+        # A later request may reach another replica, which would not find a stored response.
+        limits = replace(limits, response_store_mib=0)
         self._app = create_app(
             self.llm,
             served_model_name=served_model_name,

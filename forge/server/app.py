@@ -4,6 +4,8 @@ Owns which path does what. Knows no socket: any ASGI server can run it. Errors a
 exceptions; errors.EXCEPTION_HANDLERS makes each a response.
     SecurityMiddleware ──► router ─┬─ POST /v1/completions ─┐
                                    ├─ POST /v1/chat/complet…┤
+                                   ├─ /v1/responses, ...    ┤     responses_api/
+                                   ├─ /v1/messages, ...     ┤     messages_api/
                                    ├─ POST /generate ───────┼─► AsyncLLM ──► one engine
                                    ├─ GET  /v1/models[/NAME]│
                                    ├─ DELETE /v1/sessions/ID┤     sessions.py
@@ -52,12 +54,14 @@ from forge.server.errors import (
 )
 from forge.server.home import HomeEndpoint
 from forge.server.json_route import handle_json
+from forge.server.messages_api.endpoints import MessagesEndpoints
 from forge.server.metrics import MetricsEndpoint
 from forge.server.middleware import SecurityMiddleware
 from forge.server.openapi import openapi
 from forge.server.operations import OperationsEndpoints
 from forge.server.protocol import NamedPrompt, parse_request
 from forge.server.request_head import RequestHead
+from forge.server.responses_api.endpoints import ResponsesEndpoints
 from forge.server.served_model import ServedModel
 from forge.server.sessions import SessionEndpoints
 from forge.server.sse import comment_ping, encode_event
@@ -129,6 +133,8 @@ def create_app(
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/healthz", endpoints.health, methods=["GET"]),
             *HomeEndpoint(served_model.name).routes(),
+            *ResponsesEndpoints(queue, served_model, formats, tenants.count).routes(),
+            *MessagesEndpoints(queue, served_model, formats).routes(),
             *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
             *TokenizationEndpoints(llm, served_model.name).routes(),

@@ -22,15 +22,33 @@ from starlette.routing import BaseRoute, Route
 from forge import __version__
 from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest, GenerateRequest
+from forge.server.errors import is_anthropic_path
+from forge.server.json_schema import (
+    BOOLEAN,
+    COUNT,
+    STRING,
+    list_schema,
+    object_schema,
+    or_null,
+    with_optional,
+)
+from forge.server.messages_api.request import CountTokensRequest, MessagesRequest
+from forge.server.messages_api.schemas import ERROR as MESSAGES_ERROR
+from forge.server.messages_api.schemas import MESSAGE, TOKEN_COUNT
 from forge.server.middleware import SAFE_METHODS
 from forge.server.operations import ResizeRequest
 from forge.server.protocol import SESSION_ID, RequestBody
 from forge.server.request_head import SESSION_HEADER
+from forge.server.responses_api.request import ResponsesRequest
+from forge.server.responses_api.schemas import DELETED, INPUT_ITEMS, RESPONSE
 from forge.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 REQUEST_MODELS: dict[str, type[RequestBody]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
@@ -42,6 +60,12 @@ SUMMARIES = {
     "/": "A page for people: what this server is",
     "/v1/completions": "A completion, or a stream of its chunks",
     "/v1/chat/completions": "The next message of a chat, or a stream of its chunks",
+    "/v1/responses": "A response, or a stream of its events",
+    "/v1/responses/{id}": "A stored response, to read or to delete",
+    "/v1/responses/{id}/cancel": "End a response that is in progress",
+    "/v1/responses/{id}/input_items": "Items of the conversation that a response answers",
+    "/v1/messages": "A message, or a stream of its events, in Anthropic's API",
+    "/v1/messages/count_tokens": "Tokens of the prompt of a message",
     "/generate": "A completion with its token ids",
     "/v1/models": "The model of this server, in a list",
     "/v1/models/{name}": "The model of this name",
@@ -65,6 +89,9 @@ SUMMARIES = {
 REQUIRED = {
     "/v1/completions": ("model", "prompt"),
     "/v1/chat/completions": ("model", "messages"),
+    "/v1/responses": ("model", "input"),
+    "/v1/messages": ("model", "max_tokens", "messages"),
+    "/v1/messages/count_tokens": ("model", "messages"),
     "/generate": ("prompt",),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
@@ -78,7 +105,7 @@ NON_JSON_TYPES = {
 }
 """Content types of the routes whose response is not JSON."""
 
-STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions")
+STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 GENERATION_PATHS = (*STREAMING_PATHS, "/generate")
 PROBE_PATHS = ("/health", "/ping")
 EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache", "/resize_kv_cache")
@@ -93,154 +120,138 @@ SESSION_PARAMETER = {
 """Header of the routes that generate."""
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    """Return the schema of an object with exactly these properties."""
-    return {
-        "type": "object",
-        "required": list(properties),
-        "additionalProperties": False,
-        "properties": properties,
-    }
-
-
-def _with_optional(known: dict[str, Any], **properties: Any) -> dict[str, Any]:
-    """Return the schema of an object with these optional properties in addition."""
-    return {**known, "properties": {**known["properties"], **properties}}
-
-
-def _list(items: Any) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-_STRING = {"type": "string"}
-_COUNT = {"type": "integer", "minimum": 0}
-_BOOLEAN = {"type": "boolean"}
 _LOGPROB = {"type": "number", "maximum": 0}
 _FINISH_REASON = {"enum": ["stop", "length", "abort"]}
-_WEIGHTS = {"weight_version": _STRING, "num_stale_tokens": _COUNT}
-_IDS = _list(_COUNT)
-_USAGE = _with_optional(
-    _object(
-        prompt_tokens=_COUNT,
-        completion_tokens=_COUNT,
-        total_tokens=_COUNT,
-        prompt_tokens_details=_with_optional(
-            _object(cached_tokens=_COUNT),
-            cached_tokens_by_tier=_object(device=_COUNT, host=_COUNT, disk=_COUNT),
+_WEIGHTS = {"weight_version": STRING, "num_stale_tokens": COUNT}
+_IDS = list_schema(COUNT)
+_USAGE = with_optional(
+    object_schema(
+        prompt_tokens=COUNT,
+        completion_tokens=COUNT,
+        total_tokens=COUNT,
+        prompt_tokens_details=with_optional(
+            object_schema(cached_tokens=COUNT),
+            cached_tokens_by_tier=object_schema(device=COUNT, host=COUNT, disk=COUNT),
         ),
     ),
-    completion_tokens_details=_object(reasoning_tokens=_COUNT),
+    completion_tokens_details=object_schema(reasoning_tokens=COUNT),
 )
 _TOP_LOGPROBS = {"type": "object", "additionalProperties": _LOGPROB}
-_LOGPROBS = _object(
-    tokens=_list(_STRING),
-    token_logprobs=_list(_or_null(_LOGPROB)),
-    top_logprobs=_list(_or_null(_TOP_LOGPROBS)),
-    text_offset=_list(_COUNT),
+_LOGPROBS = object_schema(
+    tokens=list_schema(STRING),
+    token_logprobs=list_schema(or_null(_LOGPROB)),
+    top_logprobs=list_schema(or_null(_TOP_LOGPROBS)),
+    text_offset=list_schema(COUNT),
 )
-_TOKEN_LOGPROB = {"token": _STRING, "logprob": _LOGPROB, "bytes": _list({**_COUNT, "maximum": 255})}
-_CHAT_LOGPROBS = _object(
-    content=_list(_object(**_TOKEN_LOGPROB, top_logprobs=_list(_object(**_TOKEN_LOGPROB)))),
+_BYTES = list_schema({**COUNT, "maximum": 255})
+_TOKEN_LOGPROB = {"token": STRING, "logprob": _LOGPROB, "bytes": _BYTES}
+_TOP_TOKEN_LOGPROBS = list_schema(object_schema(**_TOKEN_LOGPROB))
+_CHAT_LOGPROBS = object_schema(
+    content=list_schema(object_schema(**_TOKEN_LOGPROB, top_logprobs=_TOP_TOKEN_LOGPROBS)),
     refusal={"type": "null"},
 )
-_PROMPT_LOGPROB = _object(
-    logprob=_LOGPROB, rank=_or_null({"type": "integer", "minimum": 1}), decoded_token=_STRING
+_PROMPT_LOGPROB = object_schema(
+    logprob=_LOGPROB, rank=or_null({"type": "integer", "minimum": 1}), decoded_token=STRING
 )
-_PROMPT_LOGPROBS = _list(
-    _or_null({"type": "object", "additionalProperties": _PROMPT_LOGPROB, "minProperties": 1})
+_PROMPT_LOGPROBS = list_schema(
+    or_null({"type": "object", "additionalProperties": _PROMPT_LOGPROB, "minProperties": 1})
 )
-_MODEL = _object(
-    id=_STRING,
+_MODEL = object_schema(
+    id=STRING,
     object={"const": "model"},
-    created=_COUNT,
-    owned_by=_STRING,
+    created=COUNT,
+    owned_by=STRING,
     max_model_len={"type": "integer", "minimum": 1},
 )
-_TOOL_CALL = _object(
-    id=_STRING,
+_TOOL_CALL = object_schema(
+    id=STRING,
     type={"const": "function"},
-    function=_object(name=_STRING, arguments=_STRING),
+    function=object_schema(name=STRING, arguments=STRING),
 )
-_MESSAGE = _with_optional(
-    _object(role={"const": "assistant"}, content=_or_null(_STRING), refusal={"type": "null"}),
-    tool_calls={**_list(_TOOL_CALL), "minItems": 1},
-    reasoning_content=_STRING,
-    reasoning=_STRING,
+_MESSAGE = with_optional(
+    object_schema(role={"const": "assistant"}, content=or_null(STRING), refusal={"type": "null"}),
+    tool_calls={**list_schema(_TOOL_CALL), "minItems": 1},
+    reasoning_content=STRING,
+    reasoning=STRING,
 )
 
 
 def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
     """Return the schema of a response whose choices have these properties."""
     prompt = {"prompt_token_ids": _IDS, "prompt_logprobs": _PROMPT_LOGPROBS}
-    item = _with_optional(_object(index=_COUNT, **choice), **prompt, token_ids=_IDS)
-    schema = _object(
-        id=_STRING,
+    item = with_optional(object_schema(index=COUNT, **choice), **prompt, token_ids=_IDS)
+    schema = object_schema(
+        id=STRING,
         object={"const": kind},
-        created=_COUNT,
-        model=_STRING,
-        choices={**_list(_with_optional(item, **_WEIGHTS)), "minItems": 1},
+        created=COUNT,
+        model=STRING,
+        choices={**list_schema(with_optional(item, **_WEIGHTS)), "minItems": 1},
         usage=_USAGE,
     )
-    return _with_optional(schema, **prompt)
+    return with_optional(schema, **prompt)
 
 
 RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
     "/v1/completions": _completion_schema(
-        "text_completion", text=_STRING, logprobs=_or_null(_LOGPROBS), finish_reason=_FINISH_REASON
+        "text_completion", text=STRING, logprobs=or_null(_LOGPROBS), finish_reason=_FINISH_REASON
     ),
     "/v1/chat/completions": _completion_schema(
         "chat.completion",
         message=_MESSAGE,
-        logprobs=_or_null(_CHAT_LOGPROBS),
+        logprobs=or_null(_CHAT_LOGPROBS),
         finish_reason={"enum": [*_FINISH_REASON["enum"], "tool_calls"]},
     ),
-    "/generate": _with_optional(
-        _object(
-            text=_STRING,
+    "/generate": with_optional(
+        object_schema(
+            text=STRING,
             token_ids=_IDS,
-            prompt_tokens=_COUNT,
-            completion_tokens=_COUNT,
+            prompt_tokens=COUNT,
+            completion_tokens=COUNT,
             finish_reason=_FINISH_REASON,
         ),
         **_WEIGHTS,
     ),
-    "/v1/models": _object(object={"const": "list"}, data={**_list(_MODEL), "minItems": 1}),
+    "/v1/responses": RESPONSE,
+    "/v1/responses/{id}": {"anyOf": [RESPONSE, DELETED]},
+    "/v1/responses/{id}/cancel": RESPONSE,
+    "/v1/responses/{id}/input_items": INPUT_ITEMS,
+    "/v1/messages": MESSAGE,
+    "/v1/messages/count_tokens": TOKEN_COUNT,
+    "/v1/models": object_schema(
+        object={"const": "list"}, data={**list_schema(_MODEL), "minItems": 1}
+    ),
     "/v1/models/{name}": _MODEL,
-    "/v1/sessions/{id}": _object(
-        id=_STRING, object={"const": "session.deleted"}, deleted={"const": True}
+    "/v1/sessions/{id}": object_schema(
+        id=STRING, object={"const": "session.deleted"}, deleted={"const": True}
     ),
-    "/healthz": _object(
+    "/healthz": object_schema(
         status={"const": "ok"},
-        steps=_COUNT,
-        running=_COUNT,
-        waiting=_COUNT,
-        kv_blocks_total=_COUNT,
-        kv_blocks_used=_COUNT,
+        steps=COUNT,
+        running=COUNT,
+        waiting=COUNT,
+        kv_blocks_total=COUNT,
+        kv_blocks_used=COUNT,
     ),
-    "/livez": _object(status={"const": "ok"}, steps=_COUNT),
-    "/readyz": _object(status={"const": "ok"}),
-    "/version": _object(version=_STRING),
-    "/load": _object(
-        server_load=_COUNT,
-        running=_COUNT,
-        waiting=_COUNT,
-        kv_blocks_total=_COUNT,
-        kv_blocks_free=_COUNT,
+    "/livez": object_schema(status={"const": "ok"}, steps=COUNT),
+    "/readyz": object_schema(status={"const": "ok"}),
+    "/version": object_schema(version=STRING),
+    "/load": object_schema(
+        server_load=COUNT,
+        running=COUNT,
+        waiting=COUNT,
+        kv_blocks_total=COUNT,
+        kv_blocks_free=COUNT,
         queue_s={"type": "number", "minimum": 0},
     ),
-    "/tokenize": _object(tokens=_IDS, count=_COUNT, max_model_len=_COUNT),
-    "/detokenize": _object(prompt=_STRING),
-    "/tokenizer_info": _object(
-        tokenizer_class=_STRING,
-        vocab_size=_COUNT,
-        eos_token_id=_COUNT,
-        eos_token=_STRING,
-        has_chat_template=_BOOLEAN,
-        max_model_len=_COUNT,
+    "/tokenize": object_schema(tokens=_IDS, count=COUNT, max_model_len=COUNT),
+    "/detokenize": object_schema(prompt=STRING),
+    "/tokenizer_info": object_schema(
+        tokenizer_class=STRING,
+        vocab_size=COUNT,
+        eos_token_id=COUNT,
+        eos_token=STRING,
+        has_chat_template=BOOLEAN,
+        max_model_len=COUNT,
     ),
     "/openapi.json": {"type": "object", "required": ["openapi", "info", "paths"]},
 }
@@ -250,7 +261,7 @@ ERROR_DESCRIPTIONS = {
     "400": "A field or the request itself is wrong",
     "401": "The key is missing or wrong",
     "403": "A web page of another origin requests a change",
-    "404": "There is no such model or session",
+    "404": "There is no such model, session or response",
     "408": "The request did not arrive in time",
     "413": "The body is too large",
     "415": "The content type is not JSON, or the body is encoded",
@@ -296,7 +307,7 @@ ERROR_SCHEMA = {
 
 def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Return the OpenAPI document of these routes."""
-    schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
+    schemas: dict[str, Any] = {"Error": ERROR_SCHEMA, "MessagesError": MESSAGES_ERROR}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema:
@@ -310,9 +321,12 @@ def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"x-api-key": []}],
     }
 
 
@@ -342,7 +356,7 @@ def _success_response(path: str) -> dict[str, Any]:
         return {"description": "Done"}
     types = NON_JSON_TYPES.get(path)
     if types is not None:
-        return {"description": "Done", "content": {each: {"schema": _STRING} for each in types}}
+        return {"description": "Done", "content": {each: {"schema": STRING} for each in types}}
     content: dict[str, Any] = {"application/json": {"schema": RESPONSE_SCHEMAS.get(path, {})}}
     if path in STREAMING_PATHS:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe one event
@@ -351,7 +365,8 @@ def _success_response(path: str) -> dict[str, Any]:
 
 def _error_responses(path: str, method: str) -> dict[str, Any]:
     """Return the description of each error status of a method of a path."""
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    name = "MessagesError" if is_anthropic_path(path) else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     statuses = _ANY_REQUEST_ERRORS | (_BODY_ERRORS if path in REQUEST_MODELS else set())
     if method not in SAFE_METHODS:
         statuses |= _UNSAFE_METHOD_ERRORS

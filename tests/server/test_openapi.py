@@ -29,6 +29,7 @@ STRUCTURED: tuple[dict[str, Any], ...] = (
     {"grammar": 'start: "a" | "b"'},
 )
 SESSION = "/v1/sessions/{id}"
+RESPONSE = "/v1/responses/{id}"
 REQUESTS: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/completions", {"model": "hash", "prompt": "a"}),
     ("/v1/completions", {"model": "hash", "prompt": ["a", "bc"], "logprobs": 2, **SCORED}),
@@ -39,6 +40,19 @@ REQUESTS: list[tuple[str, dict[str, Any] | None]] = [
         "/v1/chat/completions",
         {"model": "hash", "messages": USER, "logprobs": True, "top_logprobs": 2, **SCORED},
     ),
+    ("/v1/responses", {"model": "hash", "input": "a", "max_output_tokens": 2}),
+    (
+        "/v1/responses",
+        {
+            "model": "hash",
+            "input": [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}],
+            "instructions": "Be brief",
+            "metadata": {"a": "b"},
+        },
+    ),
+    ("/v1/messages", {"model": "hash", "messages": USER, "max_tokens": 2}),
+    ("/v1/messages", {"model": "hash", "messages": USER, "max_tokens": 200, "system": "b"}),
+    ("/v1/messages/count_tokens", {"model": "hash", "messages": USER}),
     ("/generate", {"prompt": "a"}),
     *(("/v1/completions", {"model": "hash", "prompt": "a", **each}) for each in STRUCTURED),
     *(("/v1/chat/completions", {"model": "hash", "messages": USER, **e}) for e in STRUCTURED),
@@ -228,7 +242,8 @@ def test_every_answer_is_described(document: dict[str, Any]) -> None:
     kinds = set(RESPONSE_SCHEMAS), set(NON_JSON_TYPES), set(EMPTY_RESPONSE_PATHS)
     assert set().union(*kinds) == set(document["paths"])
     assert sum(map(len, kinds)) == len(document["paths"])
-    assert {path for path, _ in REQUESTS} | {SESSION} == set(RESPONSE_SCHEMAS)
+    others = {SESSION, RESPONSE, f"{RESPONSE}/cancel", f"{RESPONSE}/input_items"}
+    assert {path for path, _ in REQUESTS} | others == set(RESPONSE_SCHEMAS)
 
 
 def test_the_end_of_a_session_is_as_it_is_described(
@@ -309,8 +324,10 @@ def test_a_route_that_streams_is_described_as_such(document: dict[str, Any], pat
 
 
 def test_a_key_may_be_needed(document: dict[str, Any]) -> None:
-    assert document["security"] == [{}, {"key": []}]
-    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert document["security"] == [{}, {"key": []}, {"x-api-key": []}]
+    schemes = document["components"]["securitySchemes"]
+    assert schemes["key"]["scheme"] == "bearer"
+    assert (schemes["x-api-key"]["in"], schemes["x-api-key"]["name"]) == ("header", "x-api-key")
 
 
 def test_every_answer_has_a_description_in_words(document: dict[str, Any]) -> None:

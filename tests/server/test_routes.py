@@ -522,7 +522,10 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(app: Starl
     assert served == {(path, m) for path, methods in document["paths"].items() for m in methods}
     assert {path for path, _ in served} == set(SUMMARIES)
     assert set(REQUEST_MODELS) == set(REQUIRED) < set(SUMMARIES)
-    bodies = {path for path, m in served if m == "post"} - {"/reset_prefix_cache"}
+    bodies = {path for path, m in served if m == "post"} - {
+        "/reset_prefix_cache",
+        "/v1/responses/{id}/cancel",
+    }
     assert bodies == set(REQUEST_MODELS)
     for ref in list_refs(document):
         found = document
@@ -542,7 +545,8 @@ def test_a_body_is_described_field_by_field(app: Starlette, path: str) -> None:
     assert schema["additionalProperties"] is False
     with_all = dict.fromkeys(schema["properties"])
     missing = asyncio.run(call_app(app, "POST", path, with_all)).json()["error"]
-    assert missing["param"] in schema["required"]
+    field = missing["message"].partition(":")[0]
+    assert missing.get("param", field) == field and field in schema["required"]
 
 
 def test_the_described_error_is_the_one_that_is_sent(app: Starlette) -> None:

@@ -1,0 +1,204 @@
+"""MessageOutput: one message of /v1/messages, whole or as the events of a stream.
+
+Owns the message, its blocks, its stop reason and the order of events. Knows no socket.
+
+    message_start                                    the message without content; a ping
+    content_block_start                              a block begins
+      content_block_delta ...                        text_delta, input_json_delta, thinking_delta
+    content_block_stop
+    message_delta                                    stop reason and usage
+    message_stop
+
+Always true: blocks have indices from 0 in order, and each is open alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from forge.outputs import RequestOutput, TextDelta
+from forge.request import Request
+from forge.server.errors import APIError, anthropic_envelope
+from forge.server.output_items import (
+    CallItem,
+    ItemEnd,
+    ItemEvent,
+    ItemStart,
+    ItemText,
+    OutputItem,
+    OutputItems,
+    ReasoningItem,
+)
+from forge.server.sse import comment_ping, encode_named_event
+from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork
+from forge.tokenizer import StopStringDetokenizer, Tokenizer
+
+
+class MessageOutput:
+    """A message: its blocks, its stop reason and its usage. Encodes its own stream.
+
+    head   id and model of the message
+    """
+
+    def __init__(
+        self,
+        head: Mapping[str, str],
+        request: Request,
+        items: OutputItems,
+        tokenizer: Tokenizer,
+        http_request_id: str,
+    ) -> None:
+        self._head = head
+        self._num_prompt_tokens = len(request.prompt)
+        self._items = items
+        self._http_request_id = http_request_id
+        params = request.params
+        # The engine's deltas do not say which stop string ended the text.
+        self._stops = (
+            StopStringDetokenizer(tokenizer.create_detokenizer(), params.stop, params.min_tokens)
+            if params.stop
+            else None
+        )
+        self._has_started = False
+
+    def build(self, output: RequestOutput) -> SlicedWork[dict[str, Any]]:
+        """Build the whole message of an output, in slices."""
+        (choice,) = output.choices
+        for start in range(0, len(choice.token_ids), TOKENS_PER_SLICE):
+            tokens = choice.token_ids[start : start + TOKENS_PER_SLICE]
+            self._match_stops(tokens)
+            yield len(tokens)
+        delta = TextDelta(
+            choice.index,
+            choice.text,
+            tuple(choice.token_ids),
+            choice.finish_reason,
+            cached_tokens=output.cached_tokens,
+        )
+        for _ in self._items.push(delta):
+            pass
+        yield 1
+        return {
+            **self._message([_block(item) for item in self._items.items]),
+            **self._stop_fields(),
+            "usage": self._usage(),
+        }
+
+    def encode_ping(self) -> str:
+        """Return a ping; a comment before the message has started."""
+        return _encode("ping") if self._has_started else comment_ping()
+
+    def encode_delta(self, index: int, delta: TextDelta) -> Iterator[str]:
+        """Yield the events of a delta."""
+        if not self._has_started:
+            self._has_started = True
+            message = {
+                **self._message([]),
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": self._usage(),
+            }
+            yield _encode("message_start", message=message)
+            yield _encode("ping")
+        self._match_stops(delta.token_ids)
+        for event in self._items.push(delta):
+            yield _encode_item_event(event)
+
+    def encode_end(self) -> Iterable[str]:
+        """Return the last events."""
+        return (
+            _encode("message_delta", delta=self._stop_fields(), usage=self._usage()),
+            _encode("message_stop"),
+        )
+
+    def encode_error(self, error: APIError) -> Iterable[str]:
+        """Return the error. Without message_stop a reader can detect that the text is cut."""
+        data = json.dumps(anthropic_envelope(error, self._http_request_id), separators=(",", ":"))
+        return (encode_named_event("error", data),)
+
+    def close(self) -> None:
+        """Do nothing: a message holds nothing."""
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "type": "message", "role": "assistant", "content": content}
+
+    def _match_stops(self, tokens: Iterable[int]) -> None:
+        if self._stops is not None:
+            for token in tokens:
+                self._stops.push(token)
+
+    def _stop_fields(self) -> dict[str, str | None]:
+        """Return why the message ended."""
+        items = self._items
+        stop_sequence = None if self._stops is None else self._stops.matched_stop
+        if items.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if stop_sequence is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop_sequence}
+        return {
+            "stop_reason": "tool_use" if items.has_calls else "end_turn",
+            "stop_sequence": None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Count tokens so far. In this API those of a cache are not among the input tokens."""
+        cached = self._items.cached_tokens.total
+        return {
+            "input_tokens": self._num_prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._items.num_tokens,
+            "output_tokens_details": {"thinking_tokens": self._items.num_reasoning_tokens},
+        }
+
+
+def _block(item: OutputItem) -> dict[str, Any]:
+    """Return the whole block of an item."""
+    if isinstance(item, CallItem):
+        return {
+            "type": "tool_use",
+            "id": item.call_id,
+            "name": item.name,
+            "input": _parse_arguments(item.text),
+        }
+    if isinstance(item, ReasoningItem):
+        return {"type": "thinking", "thinking": item.text, "signature": ""}
+    return {"type": "text", "text": item.text}
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; none where the output ended within them."""
+    try:
+        arguments: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return arguments
+
+
+def _encode_item_event(event: ItemEvent) -> str:
+    match event:
+        case ItemStart(index, CallItem() as item):
+            block = {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}}
+            return _encode("content_block_start", index=index, content_block=block)
+        case ItemStart(index, item):
+            return _encode("content_block_start", index=index, content_block=_block(item))
+        case ItemText(index, CallItem(), text):
+            delta = {"type": "input_json_delta", "partial_json": text}
+            return _encode("content_block_delta", index=index, delta=delta)
+        case ItemText(index, ReasoningItem(), text):
+            delta = {"type": "thinking_delta", "thinking": text}
+            return _encode("content_block_delta", index=index, delta=delta)
+        case ItemText(index, _, text):
+            return _encode(
+                "content_block_delta", index=index, delta={"type": "text_delta", "text": text}
+            )
+        case ItemEnd(index, _):
+            return _encode("content_block_stop", index=index)
+
+
+def _encode(kind: str, **fields: Any) -> str:
+    """Return an event of this type."""
+    data = json.dumps({"type": kind, **fields}, separators=(",", ":"), allow_nan=False)
+    return encode_named_event(kind, data)

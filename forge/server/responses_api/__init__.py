@@ -1,0 +1,1 @@
+"""The API of /v1/responses, over the same engine requests as a chat."""
