@@ -50,6 +50,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 LONG_PAGES = {
     *(ROOT / "docs" / f"{name}.md" for name in ("Clients", "Command-line", "Server", "Simulator")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("Messages", "Responses")),
     *(ROOT / "wiki" / f"{name}.md" for name in ("Exploration", "Film")),
 }
 """Pages that start many servers, search many states or film many runs."""
@@ -92,6 +93,12 @@ def test_the_tables_of_commands_name_targets_that_exist() -> None:
 # Whatever a user can write is on a page. The tables of options: tests/cli/test_cli.py.
 
 SERVER = ROOT / "docs" / "Server.md"
+FIELD_PAGES = {
+    "/v1/responses": ROOT / "docs" / "Responses.md",
+    "/v1/messages": ROOT / "docs" / "Messages.md",
+    "/v1/messages/count_tokens": ROOT / "docs" / "Messages.md",
+}
+"""Page of a route's fields, where that is not SERVER."""
 OTHER_FLAGS = {"--init": "of docker", "--stop": "of forge generate", "--config": "a flag only"}
 """Flags on the pages of the server that no option has."""
 
@@ -104,8 +111,8 @@ def words_in_code(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", REQUEST_MODELS)
 def test_every_field_of_a_request_is_on_the_page(path: str) -> None:
-    body = REQUEST_MODELS[path]
-    assert {*body.model_fields, *body.unsupported} - words_in_code(SERVER) == set()
+    body, page = REQUEST_MODELS[path], FIELD_PAGES.get(path, SERVER)
+    assert {*body.model_fields, *body.unsupported} - words_in_code(page) == set()
 
 
 def test_every_field_inside_a_field_is_on_the_page() -> None:
@@ -129,13 +136,13 @@ def error_codes(source: str) -> set[str]:
 
 
 def test_every_code_of_an_error_is_on_the_page() -> None:
-    files = [*(ROOT / "forge").glob("*.py"), *(ROOT / "forge" / "server").glob("*.py")]
+    files = [*(ROOT / "forge").glob("*.py"), *(ROOT / "forge" / "server").rglob("*.py")]
     codes = set().union(*(error_codes(file.read_text(encoding="utf-8")) for file in files))
     assert {"queue_full", "too_many_connections", "empty_prompt"} <= codes
     assert codes - words_in_code(SERVER) == set()
 
 
-@pytest.mark.parametrize("name", ["Deployment.md", "Security.md", "Server.md"])
+@pytest.mark.parametrize("name", ["Deployment.md", "Responses.md", "Security.md", "Server.md"])
 def test_the_flags_that_a_page_names_exist(name: str) -> None:
     text = text_outside_blocks((ROOT / "docs" / name).read_text(encoding="utf-8"))
     named = set(re.findall(r"`(--[a-z][a-z-]+)", text))
