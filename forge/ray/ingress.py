@@ -132,7 +132,11 @@ class ForwardedResponse(Response):
             await create_error_response(failure, scope)(scope, receive, send)
             return
         # Without its last event a reader can detect that the text is cut.
-        await _send_body(send, _encode_error(failure, call.path).encode(), more_body=False)
+        body = failure.envelope
+        if is_anthropic_path(call.path):
+            body = anthropic_envelope(failure, None)
+        event = _encode_event(json.dumps(body, separators=(",", ":")), call.path)
+        await _send_body(send, event.encode(), more_body=False)
 
     async def _attempt(self, call: Call, send: Send) -> None:
         """Forward the response of one replica. Raises one of the errors of a lost replica."""
@@ -154,7 +158,8 @@ class ForwardedResponse(Response):
 
     async def _send_whole(self, head: ResponseHead, body: bytes, send: Send) -> None:
         if self._head_is_sent:  # of a stream that has lost its replica: pings have been sent
-            await _send_body(send, b"data: " + body + b"\n\n", more_body=False)
+            event = _encode_event(body.decode(), self._call.path)
+            await _send_body(send, event.encode(), more_body=False)
             return
         await self._send_head(head, send)
         await _send_body(send, body, more_body=False)
@@ -171,11 +176,11 @@ class ForwardedResponse(Response):
         )
 
 
-def _encode_error(error: APIError, path: str) -> str:
-    """Return the event of an error, in the shape of the API that the path is of."""
+def _encode_event(error: str, path: str) -> str:
+    """Return the event of an error, of the form of the API that the path is of."""
     if is_anthropic_path(path):
-        return encode_named_event("error", json.dumps(anthropic_envelope(error, None)))
-    return encode_event(json.dumps(error.envelope, separators=(",", ":")))
+        return encode_named_event("error", error)
+    return encode_event(error)
 
 
 async def _send_body(send: Send, body: bytes, *, more_body: bool) -> None:

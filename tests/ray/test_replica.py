@@ -197,6 +197,19 @@ def test_a_stream_that_has_started_ends_with_an_error_and_without_done(first: by
     assert len(fleet.calls) == 1, "it is not sent again"
 
 
+def test_a_stream_of_messages_ends_with_an_error_event() -> None:
+    response = request(Fleet([SSE_HEAD, b"event: a\ndata: {}\n\n", Died()]), "/v1/messages")
+    *_, name, data, _, _ = response.text.split("\n")
+    error = json.loads(data.removeprefix("data: "))
+    assert (name, error["type"], error["error"]["type"]) == (
+        "event: error",
+        "error",
+        "overloaded_error",
+    )
+    whole = request(Fleet(*[[Died()]] * 4), "/v1/messages")
+    assert (whole.status_code, whole.json()["type"]) == (503, "error")
+
+
 def test_after_some_replicas_the_client_gets_an_error() -> None:
     fleet = Fleet(*([Died()] for _ in range(MAX_ATTEMPTS)))
     response = request(fleet)

@@ -44,6 +44,21 @@ def test_a_later_turn_of_a_chat_begins_with_the_earlier_one() -> None:
     assert len(second.hashes) > len(first.hashes)
 
 
+def test_a_prompt_of_a_newer_api_begins_with_its_instructions() -> None:
+    user, more = {"role": "user", "content": TEXT}, {"role": "user", "content": "go on"}
+    for path, first, name in (
+        ("/v1/responses", "instructions", "input"),
+        ("/v1/messages", "system", "messages"),
+    ):
+        key = key_of(path, **{first: TEXT, name: [user]})
+        later = key_of(path, **{first: TEXT, name: [user, more]})
+        other = key_of(path, **{first: "#" + TEXT, name: [user]})
+        assert num_shared(key, later) >= len(key.hashes) - 1 > 10
+        assert num_shared(key, other) == 0
+    text = key_of("/v1/responses", input=TEXT)
+    assert len(text.hashes) == 10 and text.hashes == key_of("/v1/responses", input=TEXT).hashes
+
+
 def test_the_order_of_a_message_s_fields_does_not_matter() -> None:
     one, other = {"role": "user", "content": TEXT}, {"content": TEXT, "role": "user"}
     assert key_of(CHAT, messages=[one]).hashes == key_of(CHAT, messages=[other]).hashes
@@ -60,10 +75,11 @@ def test_token_ids_have_hashes_too_and_the_first_of_several_prompts_counts() -> 
     ("headers", "fields"),
     [
         (((b"authorization", b"Bearer a"),), {}),
+        (((b"x-api-key", b"a"),), {}),
         ((), {"cache_salt": "a"}),
         ((), {"model": "a"}),
     ],
-    ids=["tenant", "salt", "model"],
+    ids=["tenant", "key", "salt", "model"],
 )
 def test_another_tenant_salt_or_model_shares_nothing(
     headers: tuple[Any, ...], fields: dict[str, str]
@@ -99,7 +115,8 @@ def test_a_session_is_named_as_in_a_replica(
     "raw",
     [
         b"", b"{", b"\xff", b"[1]", b"5", b"[" * 100_000, b'{"prompt": 5}', b'{"prompt": []}',
-        b'{"messages": "a"}', b'{"prompt": ["a", 1]}', b'{"prompt": [-1, 1.5, true, 99999999999]}',
+        b'{"messages": "a"}', b'{"input": {}}', b'{"input": [null, 5], "tools": 5}',
+        b'{"prompt": ["a", 1]}', b'{"prompt": [-1, 1.5, true, 99999999999]}',
         b'{"prompt": "\\ud800"}', b'{"messages": [null, 5, {"content": "\\ud800"}], "tools": 5}',
     ],
 )  # fmt: skip
