@@ -10,11 +10,11 @@ need the model (vocabulary, longest sequence) are checked by the engine at admis
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from forge.errors import InvalidRequest
 
@@ -186,16 +186,17 @@ class Structure(NamedTuple):
         """Return the structure of text that the grammar's rule `start` derives."""
         return cls(StructureKind.GRAMMAR, text)
 
-    def encode(self) -> list[Any]:
+    def encode(self) -> list[object]:
         """Return the structure as a JSON value."""
         markers = [] if self.reasoning is None else [list(self.reasoning)]
         return [self.kind.value, self.text, *markers]
 
     @classmethod
-    def decode(cls, values: list[Any]) -> Self:
+    def decode(cls, values: Sequence[object]) -> Self:
         """Return the structure of the JSON value that `encode` made of it."""
         kind, text, *markers = values
-        return cls(StructureKind(kind), text, Reasoning(*markers[0]) if markers else None)
+        reasoning = Reasoning(*cast(list[str], markers[0])) if markers else None
+        return cls(StructureKind(kind), cast(str, text), reasoning)
 
 
 def num_properties(schema: object) -> int:

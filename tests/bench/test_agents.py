@@ -371,12 +371,12 @@ def test_the_command_prints_and_writes_the_figures(
 def test_a_server_that_refuses_a_field_fails_every_session_and_is_quoted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = f"--agents 2 --sessions 9 --answers returned --pause 0 --system 40 --vocab-size {VOCAB}"
+    words = f"--agents 2 --sessions 9 --pause 0 --system 40 --vocab-size {100 * VOCAB}"
     with open_forge_server() as url:
         assert main(["bench", "agents", url, *words.split()]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[2].removeprefix("RESULT "))["errors"] == 2
-    assert lines[3].startswith("session ") and "return_token_ids: it is not supported" in lines[3]
+    assert lines[3].startswith("session ") and "is not a token id below" in lines[3]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from forge.request import (
     CachedTokens,
     Delta,
     FinishReason,
+    OutputWeights,
     Request,
     SamplingParams,
     TokenLogprob,
@@ -424,7 +425,7 @@ def test_a_delta_repr_builds_an_equal_delta() -> None:
         (TokenLogprob(7, -0.5, ((7, -0.5), (2, -1.0))),),
         cached_tokens=CachedTokens(12, 8, 4),
     )
-    assert eval(repr(delta)) == delta
+    assert eval(repr(delta)) == delta and delta.weights == OutputWeights()
 
 
 def test_cached_tokens_add_up_by_tier() -> None:

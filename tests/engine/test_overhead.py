@@ -12,7 +12,7 @@ import pytest
 
 from forge import LLM
 from forge.config import EngineConfig, Speculation, StepCosts
-from forge.models import loader as loading
+from forge.models import embedded
 from forge.overhead import NUM_ROUNDS, NUM_WARMUPS, _AcceptAllModel, measure_overhead
 from forge.seam import StepPlan
 
@@ -98,7 +98,7 @@ def test_costs_that_were_timed_have_the_engines_part_and_given_ones_do_not(
         assert speculation is not None and speculation.costs is not None
         assert speculation.costs.scheduler == ()
     timed = StepCosts(((1, 1.0),), ((1, 0.1),), ((2, 1.1),))
-    monkeypatch.setattr(loading, "_hash_step_costs", lambda *_: timed)
+    monkeypatch.setattr(embedded, "_hash_step_costs", lambda *_: timed)
     with LLM("hash", draft_model="hash", max_num_seqs=4) as llm:
         speculation = llm.engine.config.speculation
         assert speculation is not None and speculation.costs is not None

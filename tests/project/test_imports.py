@@ -177,6 +177,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
         *("huggingface_hub", "safetensors", "tokenizers", "transformers"),
     },
     "models.llama": {"numpy", "safetensors"},
+    "models.llama_model": {"numpy", "safetensors"},
     "kv_event_wire": {"msgspec"},
     "kv_publisher": {"zmq"},
     "progress": {"tqdm"},

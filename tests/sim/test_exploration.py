@@ -530,6 +530,8 @@ NOT_IN_FORM = {
     "num_queried_tokens num_uncached_tokens num_preemptions num_draft_tokens "
     "num_accepted_tokens cached_tokens resumed_tokens num_loaded_tokens new_request_ids "
     "wait_reasons _admitted_events _preempted_events "
+    # No world pauses, or updates weights.
+    "is_frozen "
     "_finished_events _next_seq_id",
     # Protected hashes are those of chains. _ref_counts and _block_by_hash follow from the others.
     BlockPool: "block_size num_evictions num_copies peak_used_blocks _ref_counts _block_by_hash "
@@ -537,7 +539,7 @@ NOT_IN_FORM = {
     # Pins and reserved hashes follow from loads and stores. No world has files, or another size.
     HostCache: "num_blocks num_stored_blocks num_loaded_blocks num_evictions _tier _pool "
     "_block_by_hash _pins _reserved_hashes unspilled_blocks _kv_events",
-    PrefixCache: "_config _pool _host_cache _kv_events",
+    PrefixCache: "_config _pool _host_cache _kv_events namespace",
     CommitGate: "",
     # row_index is where a plan in flight has the sequence's row.
     Sequence: "params bind stop_ids stop_checker matcher row_index cached_tokens",
