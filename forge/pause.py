@@ -1,6 +1,6 @@
 """PauseMode: what a pause of the engine does to the requests that are open.
 
-Owns the names, which are those of vLLM's `/pause`.
+Owns the names, which are those of vLLM.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Owns the check of the options, and the way from a name in a request to a file. Knows no route.
 
-    --enable-weight-updates --admin-api-key KEY --weights-folder /weights
+    --admin-key KEY --weights-folder /weights
     "step-40/model.safetensors" ─► /weights/step-40/model.safetensors     a file of the folder
     "../other", "/etc/passwd", a link out of the folder                   refused
 
-Always true: without `--enable-weight-updates` there is no access, and no route.
+Always true: without `--admin-key` there is no access, and no route.
 """
 
 from __future__ import annotations
@@ -28,40 +28,35 @@ class TrainerAccess(NamedTuple):
     weights_folder   real path; None: no file is read
     """
 
-    admin_api_key: str
+    admin_key: str
     weights_folder: Path | None
 
     @classmethod
     def from_options(
         cls,
         *,
-        is_enabled: bool,
-        admin_api_key: str | None,
+        admin_key: str | None,
         weights_folder: str | None,
         api_keys: Collection[str],
     ) -> TrainerAccess | None:
         """Return the access that the options give, or None. Raises InvalidConfig."""
-        if not is_enabled:
-            for name, value in (
-                ("admin_api_key", admin_api_key),
-                ("weights_folder", weights_folder),
-            ):
-                if value is not None:
-                    raise InvalidConfig(
-                        name,
-                        "it is for weight updates, which are off",
-                        "Give enable_weight_updates too, or leave it out",
-                    )
+        if admin_key is None:
+            if weights_folder is not None:
+                raise InvalidConfig(
+                    "weights_folder",
+                    "it is for updates of weights, which need a key",
+                    "Give admin_key too, or leave it out",
+                )
             return None
-        if not admin_api_key:
+        if not admin_key:
             raise InvalidConfig(
-                "admin_api_key",
-                "weight updates need a key of their own",
-                "Set FORGE_ADMIN_API_KEY, to the output of openssl rand -hex 16, say",
+                "admin_key",
+                "it is empty",
+                "Set FORGE_ADMIN_KEY, to the output of openssl rand -hex 16, say",
             )
-        if admin_api_key in api_keys:
+        if admin_key in api_keys:
             raise InvalidConfig(
-                "admin_api_key", "it is a client's key too", "Give one that no client has"
+                "admin_key", "it is a client's key too", "Give one that no client has"
             )
         folder = None
         if weights_folder is not None:
@@ -71,7 +66,7 @@ class TrainerAccess(NamedTuple):
                     "weights_folder", f"there is no folder {weights_folder[:128]!r}", "Name one"
                 )
             folder = folder.resolve()
-        return cls(admin_api_key, folder)
+        return cls(admin_key, folder)
 
     def find_files(self, names: Sequence[str]) -> WeightFiles:
         """Return the files of these names, relative to the folder. Raises InvalidWeights.

@@ -2,13 +2,13 @@
 
     POST /generate, one seed each ─► rewards ─► advantages in the group ─► one step of AdamW
               ▲                                                                    │
-              └──── POST /update_weights ◄──── step-3/model.safetensors ◄──────────┘
+              └──── POST /admin/weights ◄───── step-3/model.safetensors ◄──────────┘
 
 GRPO (Shao et al. 2024) without its clip and its reference model: each group is used for one step.
 The task is to write the letter of `--letter` often. Needs torch and transformers, and a server:
 
-    FORGE_ADMIN_API_KEY=... forge serve tiny --enable-weight-updates --weights-folder weights
-    FORGE_ADMIN_API_KEY=... python docs/examples/grpo.py --model forge/models/tiny
+    FORGE_ADMIN_KEY=... forge serve tiny --weights-folder weights
+    FORGE_ADMIN_KEY=... python docs/examples/grpo.py --model forge/models/tiny
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Rollout(NamedTuple):
 class Server:
     """A server of the policy, as a trainer uses it."""
 
-    def __init__(self, url: str, admin_api_key: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, admin_key: str, api_key: str | None = None) -> None:
         self._url = url
-        self._admin_api_key = admin_api_key
+        self._admin_key = admin_key
         self._api_key = api_key
 
     def tokenize(self, prompt: str) -> list[int]:
@@ -63,7 +63,7 @@ class Server:
     def update_weights(self, file: str, version: str) -> None:
         """Let the server read new weights; it returns when every later token is of them."""
         body = {"files": [file], "weight_version": version}
-        self._post("/update_weights", body, self._admin_api_key)
+        self._post("/admin/weights", body, self._admin_key)
 
     def _post(self, path: str, body: dict[str, Any], key: str | None) -> Any:
         headers = {"content-type": "application/json"}
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     args = parser.parse_args()
-    server = Server(args.url, os.environ["FORGE_ADMIN_API_KEY"], os.environ.get("FORGE_API_KEY"))
+    server = Server(args.url, os.environ["FORGE_ADMIN_KEY"], os.environ.get("FORGE_API_KEY"))
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     rewards = train(
         server,

@@ -137,12 +137,13 @@ SERVER_OPTIONS = (
         "NAME",
     )._replace(default_text="the chat template's"),
     define_option(
-        "enable_weight_updates",
-        bool,
-        False,
-        "trainers may pause the engine, replace its weights and release its memory",
+        "admin_key",
+        str,
+        None,
+        "key of the routes that pause the engine, replace its weights and release its memory; "
+        "without it there are no such routes",
+        "KEY",
     ),
-    define_option("admin_api_key", str, None, "key of the trainers' routes, which no client has"),
     define_option(
         "weights_folder", str, None, "folder of the files that updates may name", "FOLDER"
     ),

@@ -65,8 +65,7 @@ class Settings(NamedTuple):
     def trainer_access(self) -> TrainerAccess | None:
         """The access of trainers, or None. Raises InvalidConfig."""
         return TrainerAccess.from_options(
-            is_enabled=self.values["enable_weight_updates"],
-            admin_api_key=self.values["admin_api_key"],
+            admin_key=self.values["admin_key"],
             weights_folder=self.values["weights_folder"],
             api_keys=self.values["api_key"] or (),
         )

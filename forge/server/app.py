@@ -13,7 +13,7 @@ exceptions; errors.EXCEPTION_HANDLERS makes each a response.
                                    ├─ /livez, /readyz, ...       operations.py
                                    ├─ /tokenize, ...             tokenization.py
                                    ├─ /                          home.py
-                                   ├─ /pause, ...                trainers.py, off by default
+                                   ├─ /admin/pause, ...          trainers.py, off by default
                                    ├─ /metrics                   metrics.py
                                    └─ /openapi.json              openapi.py
 """
@@ -70,7 +70,7 @@ from forge.server.streaming import GeneratedStream
 from forge.server.tenants import Tenants
 from forge.server.time_slicing import SlicedWork
 from forge.server.tokenization import TokenizationEndpoints
-from forge.server.trainers import TRAINER_PATHS, TrainerEndpoints
+from forge.server.trainers import ADMIN_PATHS, TrainerEndpoints
 from forge.trainer_access import TrainerAccess
 
 COUNT_RESPONSE = "answered"
@@ -122,7 +122,7 @@ def create_app(
     trainer_routes, admin_keys = [], None
     if trainer_access is not None:
         trainer_routes = TrainerEndpoints(llm, trainer_access).routes()
-        admin_keys = Tenants((trainer_access.admin_api_key,))
+        admin_keys = Tenants((trainer_access.admin_key,))
 
     app = Starlette(
         routes=[
@@ -147,7 +147,7 @@ def create_app(
                 SecurityMiddleware,
                 tenants=tenants,
                 admin_keys=admin_keys,
-                admin_paths=TRAINER_PATHS if admin_keys else (),
+                admin_paths=ADMIN_PATHS if admin_keys else (),
                 hosts=hosts,
                 on_response=metrics.stats.count_response,
             )

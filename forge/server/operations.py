@@ -34,7 +34,7 @@ STALL_LIMIT_S = 12.0
 
 
 class ResizeRequest(RequestBody):
-    """The body of POST /resize_kv_cache.
+    """The body of POST /resize_kv_cache and /admin/resize.
 
     num_blocks        blocks of the cache on the device
     num_host_blocks   blocks of the host pool; left out: as many as before
@@ -116,7 +116,7 @@ class OperationsEndpoints:
         return Response()
 
     async def resize_kv_cache(self, request: Request) -> Response:
-        """POST /resize_kv_cache. The response follows the resize."""
+        """POST /resize_kv_cache and /admin/resize. The response follows the resize."""
         body = await read_json_body(request, partial(parse_request, ResizeRequest))
         if body.num_blocks is None:
             raise missing_field_error("num_blocks", "Give the blocks of the cache")

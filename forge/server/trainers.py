@@ -1,21 +1,21 @@
 """Routes for trainers: pause and resume, updates of weights, sleep and wake.
 
-Owns the bodies and the responses. Knows no key: the middleware checks it. The names
-are vLLM's where it has the route, and so are the parameters of the query.
+Owns the bodies and the responses. Knows no key: the middleware checks it. Parameters
+of the query have the names of vLLM.
 
-    POST /pause?mode=keep      GET /is_paused       POST /update_weights {"files", "weight_version"}
-    POST /resume
-    POST /sleep?level=1        GET /is_sleeping
-    POST /wake_up
+    POST /admin/pause?mode=keep     GET /admin/pause     POST /admin/weights {"files", ...}
+    POST /admin/resume                                   POST /admin/resize {"num_blocks", ...}
+    POST /admin/sleep?level=1       GET /admin/sleep
+    POST /admin/wake
 
 Always true: these routes exist only with a TrainerAccess, and none of them takes a client's key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -26,16 +26,15 @@ from forge.async_llm import AsyncLLM
 from forge.errors import EnginePaused, InvalidConfig, InvalidWeights
 from forge.server.body import read_json_body
 from forge.server.errors import APIError, excerpt
+from forge.server.operations import OperationsEndpoints
 from forge.server.protocol import RequestBody, StringField, missing_field_error, parse_request
 from forge.trainer_access import TrainerAccess
 
 T = TypeVar("T")
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-TRAINER_PATHS = frozenset(
-    {
-        *("/pause", "/resume", "/is_paused", "/update_weights"),
-        *("/sleep", "/wake_up", "/is_sleeping"),
-    }
+ADMIN_PATHS = frozenset(
+    f"/admin/{name}" for name in ("weights", "pause", "resume", "sleep", "wake", "resize")
 )
 """Paths of these routes, which take the admin key alone."""
 
@@ -43,7 +42,7 @@ LEVELS = {"1": 1, "2": 2}
 
 
 class UpdateWeightsRequest(RequestBody):
-    """The body of POST /update_weights.
+    """The body of POST /admin/weights.
 
     files            names of safetensors files, relative to the folder of weights
     weight_version   name of the weights in later outputs; left out: the number of updates
@@ -63,34 +62,30 @@ class TrainerEndpoints:
     def routes(self) -> list[Route]:
         """Return the routes with their handlers. Clients have no use for their descriptions."""
         return [
-            Route(path, handler, methods=[method], include_in_schema=False)
-            for method, path, handler in (
-                ("POST", "/pause", self.pause),
-                ("POST", "/resume", self.resume),
-                ("GET", "/is_paused", self.is_paused),
-                ("POST", "/update_weights", self.update_weights),
-                ("POST", "/sleep", self.sleep),
-                ("POST", "/wake_up", self.wake_up),
-                ("GET", "/is_sleeping", self.is_sleeping),
+            Route(path, handler, methods=list(methods), include_in_schema=False)
+            for path, methods, handler in (
+                ("/admin/weights", ("POST",), self.update_weights),
+                ("/admin/pause", ("GET", "POST"), _by_method(self.pause_state, self.pause)),
+                ("/admin/resume", ("POST",), self.resume),
+                ("/admin/sleep", ("GET", "POST"), _by_method(self.sleep_state, self.sleep)),
+                ("/admin/wake", ("POST",), self.wake),
+                ("/admin/resize", ("POST",), OperationsEndpoints(self._llm).resize_kv_cache),
             )
         ]
 
     async def pause(self, request: Request) -> Response:
-        """POST /pause. The response follows when no step is in flight.
-
-        `clear_cache` of vLLM changes nothing: an update always drops what is cached.
-        """
-        _check_query(request, ("mode", "clear_cache"))
+        """POST /admin/pause. The response follows when no step is in flight."""
+        _check_query(request, ("mode",))
         await _refuse(self._llm.pause(request.query_params.get("mode", "abort")))
         return self._respond("paused")
 
     async def resume(self, request: Request) -> Response:
-        """POST /resume."""
+        """POST /admin/resume."""
         await _refuse(self._llm.resume())
         return self._respond("resumed")
 
-    async def is_paused(self, request: Request) -> Response:
-        """GET /is_paused. A pause of mode wait begins when no request is open."""
+    async def pause_state(self, request: Request) -> Response:
+        """GET /admin/pause. A pause of mode wait begins when no request is open."""
         status = self._llm.status
         return JSONResponse(
             {
@@ -101,7 +96,7 @@ class TrainerEndpoints:
         )
 
     async def update_weights(self, request: Request) -> Response:
-        """POST /update_weights. The response follows when every later token is of new weights."""
+        """POST /admin/weights. The response follows when every later token is of new weights."""
         body = await read_json_body(request, partial(parse_request, UpdateWeightsRequest))
         if not body.files:
             raise missing_field_error("files", "Name files of the folder of weights")
@@ -113,7 +108,7 @@ class TrainerEndpoints:
         return self._respond("updated", times)
 
     async def sleep(self, request: Request) -> Response:
-        """POST /sleep. An engine that is not paused is paused first."""
+        """POST /admin/sleep. An engine that is not paused is paused first."""
         _check_query(request, ("level", "mode"))
         level = request.query_params.get("level", "1")
         if level not in LEVELS:
@@ -122,12 +117,12 @@ class TrainerEndpoints:
             await _refuse(self._llm.pause(request.query_params.get("mode", "abort")))
         return self._respond("sleeping", await _refuse(self._llm.sleep(LEVELS[level])))
 
-    async def wake_up(self, request: Request) -> Response:
-        """POST /wake_up. The engine stays paused until /resume."""
+    async def wake(self, request: Request) -> Response:
+        """POST /admin/wake. The engine stays paused until /admin/resume."""
         return self._respond("awake", await _refuse(self._llm.wake()))
 
-    async def is_sleeping(self, request: Request) -> Response:
-        """GET /is_sleeping."""
+    async def sleep_state(self, request: Request) -> Response:
+        """GET /admin/sleep."""
         return JSONResponse({"is_sleeping": bool(self._llm.status.sleep_level)})
 
     def _respond(self, status: str, times: dict[str, float] | None = None) -> Response:
@@ -135,6 +130,15 @@ class TrainerEndpoints:
         if times is not None:
             body["seconds"] = {name: round(seconds, 6) for name, seconds in times.items()}
         return JSONResponse(body)
+
+
+def _by_method(state: Handler, command: Handler) -> Handler:
+    """Return the handler of a path: POST is the command, GET and HEAD are the state."""
+
+    async def handle(request: Request) -> Response:
+        return await (command if request.method == "POST" else state)(request)
+
+    return handle
 
 
 async def _refuse(command: Awaitable[T]) -> T:

@@ -16,7 +16,7 @@ from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig, InvalidWeights
 from forge.request import SamplingParams
 from forge.server.app import create_app
-from forge.server.trainers import TRAINER_PATHS
+from forge.server.trainers import ADMIN_PATHS
 from forge.trainer_access import TrainerAccess
 from tests.server.test_server import parse_chunks
 
@@ -39,10 +39,13 @@ def save_seed(path: Path, seed: int) -> Path:
 
 @asynccontextmanager
 async def open_app(
-    folder: Path | None, kind: Callable[..., AsyncLLM] = AsyncLLM, **options: Any
+    access: Path | TrainerAccess | None,
+    kind: Callable[..., AsyncLLM] = AsyncLLM,
+    **options: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve hash:seed=1 with a client's key, and the routes of trainers if there is a folder."""
-    access = None if folder is None else TrainerAccess("admin", folder.resolve())
+    """Serve hash:seed=1 with a client's key, and the routes of trainers if they have access."""
+    if isinstance(access, Path):
+        access = TrainerAccess("admin", access.resolve())
     async with kind("hash:seed=1", **options) as llm:
         app = create_app(llm, api_keys=("client",), trainer_access=access)
         transport = httpx.ASGITransport(app)
@@ -71,7 +74,7 @@ async def command(client: httpx.AsyncClient, path: str, body: Any = None) -> Any
 def test_without_the_option_there_are_no_routes() -> None:
     async def test() -> None:
         async with open_app(None) as client:
-            for path in TRAINER_PATHS:
+            for path in ADMIN_PATHS:
                 assert (await client.post(path, headers=ADMIN)).status_code == 401
                 answer = await client.post(path, headers=CLIENT)
                 assert answer.status_code == 404
@@ -83,7 +86,7 @@ def test_without_the_option_there_are_no_routes() -> None:
 def test_each_key_opens_its_own_routes_only(tmp_path: Path) -> None:
     async def test() -> None:
         async with open_app(tmp_path) as client:
-            for path in TRAINER_PATHS:
+            for path in ADMIN_PATHS:
                 for method in ("GET", "POST", "HEAD", "DELETE"):
                     for headers in ({}, CLIENT):
                         answer = await client.request(method, path, headers=headers)
@@ -91,12 +94,15 @@ def test_each_key_opens_its_own_routes_only(tmp_path: Path) -> None:
             answer = await client.post("/v1/completions", json=BODY, headers=ADMIN)
             assert answer.status_code == 401
             page = {**ADMIN, "origin": "http://evil.example"}
-            assert (await client.post("/pause", headers=page)).status_code == 403
+            assert (await client.post("/admin/pause", headers=page)).status_code == 403
             form = {**ADMIN, "content-type": "application/x-www-form-urlencoded"}
-            assert (await client.post("/pause", headers=form)).status_code == 415
-            assert not (await client.get("/is_paused", headers=ADMIN)).json()["is_paused"]
+            assert (await client.post("/admin/pause", headers=form)).status_code == 415
+            assert not (await client.get("/admin/pause", headers=ADMIN)).json()["is_paused"]
+            answer = await client.delete("/admin/pause", headers=ADMIN)
+            assert answer.status_code == 405
+            assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "POST"}
             document = (await client.get("/openapi.json", headers=CLIENT)).json()
-            assert not TRAINER_PATHS & document["paths"].keys()
+            assert not ADMIN_PATHS & document["paths"].keys()
 
     run(test())
 
@@ -111,16 +117,16 @@ def test_requests_of_a_pause_wait_and_get_the_new_weights(
         async with open_app(tmp_path, kind) as client:
             old = await complete(client, max_tokens=8)
             assert old.keys() == {"index", "text", "logprobs", "finish_reason"}
-            paused = await command(client, "/pause?mode=keep&clear_cache=true")
+            paused = await command(client, "/admin/pause?mode=keep")
             assert paused == {"status": "paused", "weight_version": "0"}
             waiting = asyncio.create_task(complete(client, max_tokens=8))
             body = {"files": ["step-40/model.safetensors"], "weight_version": "40"}
-            updated = await command(client, "/update_weights", body)
+            updated = await command(client, "/admin/weights", body)
             assert updated["weight_version"] == "40" and updated["seconds"].keys() == {"update"}
-            state = (await client.get("/is_paused", headers=ADMIN)).json()
+            state = (await client.get("/admin/pause", headers=ADMIN)).json()
             assert state == {"is_paused": True, "mode": "keep", "weight_version": "40"}
             assert not waiting.done()
-            await command(client, "/resume")
+            await command(client, "/admin/resume")
             new = await waiting
             assert new["text"] != old["text"]
             assert (new["weight_version"], new["num_stale_tokens"]) == ("40", 0)
@@ -161,7 +167,7 @@ def test_a_pause_that_aborts_returns_the_tokens_so_far(tmp_path: Path) -> None:
             ]
             while (await client.get("/healthz")).json()["running"] < 3:
                 await asyncio.sleep(0.001)
-            await command(client, "/pause")
+            await command(client, "/admin/pause")
             answers = [await task for task in tasks]
             assert [answer.status_code for answer in answers] == [200, 200, 200]
             last = parse_chunks(answers[0].text)[-1]
@@ -171,7 +177,7 @@ def test_a_pause_that_aborts_returns_the_tokens_so_far(tmp_path: Path) -> None:
                 body = answer.json()
                 assert body["choices"][0]["finish_reason"] == "abort"
                 assert 0 < body["usage"]["completion_tokens"] < 4000
-            await command(client, "/resume")
+            await command(client, "/admin/resume")
             assert (await complete(client, max_tokens=3))["finish_reason"] == "length"
 
     run(test())
@@ -182,19 +188,49 @@ def test_a_sleep_is_refused_or_carried_out_by_name(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with open_app(tmp_path) as client:
-            answer = await client.post("/wake_up", headers=ADMIN)
+            answer = await client.post("/admin/wake", headers=ADMIN)
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "engine_paused")
-            assert (await command(client, "/sleep?level=2"))["seconds"] == {"kv_cache": 0.0}
-            assert (await client.get("/is_sleeping", headers=ADMIN)).json() == {"is_sleeping": True}
-            assert (await client.post("/resume", headers=ADMIN)).status_code == 409
-            await command(client, "/wake_up")
-            answer = await client.post("/resume", headers=ADMIN)
+            assert (await command(client, "/admin/sleep?level=2"))["seconds"] == {"kv_cache": 0.0}
+            assert (await client.get("/admin/sleep", headers=ADMIN)).json() == {"is_sleeping": True}
+            assert (await client.post("/admin/resume", headers=ADMIN)).status_code == 409
+            await command(client, "/admin/wake")
+            answer = await client.post("/admin/resume", headers=ADMIN)
             assert "Update them all" in answer.json()["error"]["message"]
-            await command(client, "/update_weights", {"files": ["new.safetensors"]})
-            await command(client, "/resume")
+            await command(client, "/admin/weights", {"files": ["new.safetensors"]})
+            await command(client, "/admin/resume")
             assert (await complete(client, max_tokens=3))["weight_version"] == "1"
-            for query in ("/sleep?level=3", "/pause?mode=never", "/pause?tags=weights"):
+            for query in (
+                "/admin/sleep?level=3",
+                "/admin/pause?mode=never",
+                "/admin/pause?tags=weights",
+            ):
                 assert (await client.post(query, headers=ADMIN)).status_code == 400
+
+    run(test())
+
+
+def test_weights_without_a_folder_are_refused_with_the_option() -> None:
+    async def test() -> None:
+        async with open_app(TrainerAccess("admin", None)) as client:
+            answer = await client.post("/admin/weights", json={"files": ["x"]}, headers=ADMIN)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_weights")
+            assert "--weights-folder" in answer.json()["error"]["message"]
+            await command(client, "/admin/pause")
+            await command(client, "/admin/resume")
+
+    run(test())
+
+
+def test_the_cache_is_resized_in_a_pause() -> None:
+    async def test() -> None:
+        async with open_app(TrainerAccess("admin", None), num_blocks=64) as client:
+            await command(client, "/admin/pause?mode=keep")
+            for body, status in (({"num_blocks": 9}, 200), ({}, 400), ({"num_blocks": 0}, 400)):
+                answer = await client.post("/admin/resize", json=body, headers=ADMIN)
+                assert answer.status_code == status, answer.text
+            await command(client, "/admin/resume")
+            load = (await client.get("/load", headers=CLIENT)).json()
+            assert load["kv_blocks_total"] == 9
 
     run(test())
 
@@ -241,7 +277,7 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         async with open_app(tmp_path) as client:
             for files in (["cut.safetensors"], ["../secret"], None, "cut.safetensors"):
-                answer = await client.post("/update_weights", json={"files": files}, headers=ADMIN)
+                answer = await client.post("/admin/weights", json={"files": files}, headers=ADMIN)
                 assert answer.status_code == 400
                 assert answer.json()["error"]["param"] == "files"
             assert "weight_version" not in await complete(client, max_tokens=3)
@@ -252,20 +288,15 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"is_enabled": False, "admin_api_key": "x"}, "admin_api_key: it is for weight updates"),
-        ({"is_enabled": False, "weights_folder": "x"}, "weights_folder: it is for weight updates"),
-        ({"is_enabled": True}, "need a key of their own"),
-        ({"is_enabled": True, "admin_api_key": ""}, "need a key of their own"),
-        ({"is_enabled": True, "admin_api_key": "client"}, "a client's key too"),
-        (
-            {"is_enabled": True, "admin_api_key": "x", "weights_folder": "/none"},
-            "there is no folder",
-        ),
+        ({"weights_folder": "x"}, "weights_folder: .* Give admin_key too"),
+        ({"admin_key": ""}, "admin_key: it is empty. Set FORGE_ADMIN_KEY"),
+        ({"admin_key": "client"}, "a client's key too"),
+        ({"admin_key": "x", "weights_folder": "/none"}, "there is no folder"),
     ],
 )
 def test_options_that_give_no_safe_access_are_refused(
     options: dict[str, Any], message: str
 ) -> None:
-    defaults = {"admin_api_key": None, "weights_folder": None, "api_keys": ("client",)}
+    defaults = {"admin_key": None, "weights_folder": None, "api_keys": ("client",)}
     with pytest.raises(InvalidConfig, match=message):
         TrainerAccess.from_options(**(defaults | options))
