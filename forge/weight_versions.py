@@ -30,9 +30,18 @@ class WeightVersions:
         self._num_stale_tokens: dict[tuple[int, int], int] = {}
 
     def next_version(self, version: str | None) -> str:
-        """Return the version of the next update. Raises InvalidConfig for one that is no name."""
+        """Return the version of the next update.
+
+        Raises InvalidConfig for one that is no name, and for that of the weights at the start.
+        """
         if version is None:
             return str(self.num_updates + 1)
+        if version == INITIAL_WEIGHTS.version:
+            raise InvalidConfig(
+                "weight_version",
+                f"{version} is the version of the weights at the start",
+                "Give another one",
+            )
         if (
             not isinstance(version, str)
             or not 0 < len(version) <= MAX_VERSION_CHARS

@@ -37,7 +37,7 @@ from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_choice import ChatChoice
 from forge.server.chat_formats import ChatFormats
-from forge.server.completions import StreamingRequest, usage
+from forge.server.completions import StreamingRequest, usage, weights_fields, weights_text
 from forge.server.errors import excerpt
 from forge.server.legacy_logprobs import MIN_LOGPROB
 from forge.server.messages import parse_messages
@@ -384,6 +384,7 @@ class ChatCompletionResponse:
                     "logprobs": self._logprobs_object(content),
                     "finish_reason": chat_choice.finish_reason(choice.finish_reason),
                     **({"token_ids": choice.token_ids} if self._returns_ids else {}),
+                    **weights_fields(choice.weights),
                 }
             )
             yield 1 + len(choice.token_ids) // TOKENS_PER_SLICE
@@ -410,7 +411,7 @@ class ChatCompletionResponse:
             logprobs = json.dumps(scores, separators=(",", ":"), allow_nan=False)
         deltas = chat_choice.encode_deltas(delta)
         if delta.finish_reason is not None:
-            finish = f'"{chat_choice.finish_reason(delta.finish_reason)}"'
+            finish = f'"{chat_choice.finish_reason(delta.finish_reason)}"{weights_text(delta)}'
         *first, last = deltas or ["{}"]
         chunks += [self._chunk(delta.choice, piece, "null", "null") for piece in first]
         if self._returns_ids:

@@ -235,7 +235,7 @@ def weights_fields(weights: OutputWeights) -> dict[str, object]:
     return {"weight_version": weights.version, "num_stale_tokens": weights.num_stale_tokens}
 
 
-def _weights_text(delta: TextDelta) -> str:
+def weights_text(delta: TextDelta) -> str:
     """Return `weights_fields` as JSON that follows another field."""
     fields = weights_fields(delta.weights)
     return f",{_compact_json(fields)[1:-1]}" if fields else ""
@@ -348,7 +348,7 @@ class CompletionResponse:
         self._completion_tokens += len(delta.token_ids)
         self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
         finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        end = finish + _weights_text(delta) + self._encode_ids(p, delta)
+        end = finish + weights_text(delta) + self._encode_ids(p, delta)
         yield self._chunk(p, delta.choice, text + delta.text, block, end)
 
     def _chunk(

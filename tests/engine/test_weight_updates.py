@@ -205,8 +205,9 @@ def test_a_refused_update_changes_nothing() -> None:
         outputs.step()
     with pytest.raises(InvalidWeights, match=r"^bias: the model hash has one weight"):
         engine.update_weights(NamedWeights({"seed": 3, "bias": 1}), namespace="new")
-    with pytest.raises(InvalidConfig, match="weight_version"):
-        engine.update_weights(NEW, "", namespace="new")
+    for version, message in (("", "printable ASCII"), ("0", "at the start. Give another")):
+        with pytest.raises(InvalidConfig, match=f"^weight_version: .*{message}"):
+            engine.update_weights(NEW, version, namespace="new")
     assert engine.pause_mode is None and engine.weights.current == "0"
     outputs.run()
     assert outputs.tokens[0, 0] == continue_greedily(1, range(9), 20)

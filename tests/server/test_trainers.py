@@ -146,6 +146,42 @@ def test_requests_of_a_pause_wait_and_get_the_new_weights(
     run(test())
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_choice_ends_with_its_weights_from_the_first_update_on(
+    path: str, tmp_path: Path
+) -> None:
+    """In the body and in the last chunk of each choice, with the same fields."""
+    save_seed(tmp_path / "new.safetensors", 7)
+    request = {**BODY, "max_tokens": 3, "n": 2, "temperature": 1, "return_token_ids": True}
+    if path == "/v1/chat/completions":
+        del request["prompt"]
+        request["messages"] = [{"role": "user", "content": "hi"}]
+    names = {"weight_version", "num_stale_tokens"}
+
+    async def answers(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+        """Return the choices of a body, and those of a stream's chunks that have a reason."""
+        body = await client.post(path, json=request, headers=CLIENT)
+        stream = await client.post(path, json={**request, "stream": True}, headers=CLIENT)
+        assert (body.status_code, stream.status_code) == (200, 200), body.text
+        choices = [choice for chunk in parse_chunks(stream.text) for choice in chunk["choices"]]
+        ends = [choice for choice in choices if choice["finish_reason"] is not None]
+        assert len(ends) == 2
+        assert not any(names & choice.keys() for choice in choices if choice not in ends)
+        return [*body.json()["choices"], *ends]
+
+    async def test() -> None:
+        async with open_app(tmp_path) as client:
+            assert not any(names & choice.keys() for choice in await answers(client))
+            body = {"files": ["new.safetensors"], "weight_version": "40"}
+            await command(client, "/admin/weights", body)
+            assert [
+                (choice["weight_version"], choice["num_stale_tokens"])
+                for choice in await answers(client)
+            ] == [("40", 0)] * 4
+
+    run(test())
+
+
 def test_a_pause_that_aborts_returns_the_tokens_so_far(tmp_path: Path) -> None:
     """In the middle of an output, of a stream and of a chat."""
 
