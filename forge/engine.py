@@ -12,176 +12,44 @@ Every submitted request ends each of its choices with exactly one Delta that has
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, partial
 
-from forge.config import MAX_GEOMETRY, EngineConfig
-from forge.cpu_count import num_usable_cpus
+from forge.config import EngineConfig
 from forge.drafting import create_drafter
+from forge.engine_checks import (
+    check_config,
+    check_pool_sizes,
+    check_request,
+    require_sleep,
+    require_weight_updates,
+)
 from forge.errors import (
     DuplicateRequest,
     EngineDead,
     EnginePaused,
     ForgeError,
     InvalidConfig,
-    InvalidRequest,
     InvalidWeights,
 )
-from forge.feedback_queue import QueueLevel
+from forge.grammar_backend import GrammarBackend, create_grammar_backend
 from forge.kv_events import KVEventLog, KVEventSink
+from forge.matchers import Matchers
 from forge.pause import PauseMode
+from forge.pause_state import PauseState
 from forge.policy import FCFS, Policy
 from forge.proposers import Proposer
-from forge.request import Delta, FinishReason, Request, SamplingParams, Structure
+from forge.recorder import Recorder
+from forge.request import Delta, FinishReason, Request
 from forge.scheduler import Scheduler
-from forge.seam import (
-    Model,
-    PendingStep,
-    StepOutput,
-    StepPlan,
-    executes_moves,
-    samples_late_rows,
-)
-from forge.sequence import GrammarMatcher, StopChecker
+from forge.seam import Model, PendingStep, StepPlan
 from forge.sessions import SessionKey
-from forge.tokenizer import StopStringDetokenizer, Tokenizer, Vocabulary
+from forge.steps_in_flight import StepsInFlight
+from forge.stop_strings import create_stop_checker
+from forge.tokenizer import Tokenizer
 from forge.uniform_steps import FastForward
 from forge.weight_versions import WeightVersions
-from forge.weights import PartTimes, Sleeps, UpdatesWeights, WeightSource
-
-
-def _check_output(plan: StepPlan, output: StepOutput) -> StepOutput:
-    """Return the output if it is of this plan. Raises ValueError otherwise."""
-    if (output.step, len(output.rows)) != (plan.step, len(plan.rows)):
-        raise ValueError(
-            f"step {output.step} with {len(output.rows)} rows is no result of step {plan.step} "
-            f"with {len(plan.rows)}"
-        )
-    return output
-
-
-class StopStringChecker:
-    """Decodes one output as it grows, and finds the end of a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._text = StopStringDetokenizer(
-            tokenizer.create_detokenizer(), params.stop, params.min_tokens
-        )
-
-    def feed(self, token: int) -> bool:
-        """Append a token, and return whether a stop string is complete."""
-        self._text.push(token)
-        return self._text.matched_stop is not None
-
-
-class GrammarBackend(Protocol):
-    """Compiles structures and creates the matchers of outputs. Any thread may call it."""
-
-    def vocabulary(self) -> Vocabulary:
-        """Return the tokens for which structures are compiled."""
-        ...
-
-    def mark_compilable(self, structure: Structure, level: QueueLevel) -> None:
-        """Let `check` accept the structure at once: another process compiled it on this level."""
-        ...
-
-    def compilable_level(self, structure: Structure) -> QueueLevel | None:
-        """Return the level on which the structure was accepted, or None."""
-        ...
-
-    def check(self, structure: Structure) -> None:
-        """Raise InvalidRequest unless an output can have this structure. May take seconds."""
-        ...
-
-    def compile(self, structure: Structure, level: QueueLevel | None) -> object:
-        """Compile the structure in this process, and return an object that keeps it compiled.
-
-        Raises InvalidRequest. May take seconds, within the limits of the level if that is known.
-        """
-        ...
-
-    def compiled_grammar(self, structure: Structure) -> object | None:
-        """Return an object that keeps the structure compiled while referenced, or None.
-
-        None: it is not compiled. Otherwise `create_matcher` returns at once.
-        """
-        ...
-
-    def create_matcher(self, structure: Structure, *, allow_end: bool) -> GrammarMatcher:
-        """Return the matcher of a new output.
-
-        allow_end   an end id is allowed where the text is complete
-        """
-        ...
-
-    def advance_matchers(self, pairs: Sequence[tuple[GrammarMatcher, int]]) -> None:
-        """Do the work of the next `feed` of each matcher, which has this token, if that is faster.
-
-        Errors are raised by `feed`.
-        """
-        ...
-
-
-class Recorder(Protocol):
-    """Receives, in order, everything that an engine's decisions depend on. See forge.recording."""
-
-    def record_submit(self, request: Request) -> None:
-        """Record a request that was accepted."""
-        ...
-
-    def record_abort(self, request_id: int) -> None:
-        """Record that `abort` was called."""
-        ...
-
-    def record_reset(self) -> None:
-        """Record that the prefix cache was reset."""
-        ...
-
-    def record_pause(self, mode: PauseMode) -> None:
-        """Record that the engine was paused, before the steps in flight are committed."""
-        ...
-
-    def record_resume(self) -> None:
-        """Record the end of a pause, before the requests that came meanwhile."""
-        ...
-
-    def record_weights(self, version: str, namespace: str) -> None:
-        """Record an update of the weights, and the namespace of later blocks."""
-        ...
-
-    def record_sleep(self, level: int) -> None:
-        """Record that the content of all blocks was dropped, with the model's memory."""
-        ...
-
-    def record_resize(self, num_blocks: int | None, num_host_blocks: int | None) -> None:
-        """Record the new sizes of the pools; None: unchanged."""
-        ...
-
-    def record_disk_keys(self, keys: Sequence[bytes]) -> None:
-        """Record the keys of the files that are there at the start."""
-        ...
-
-    def record_end_session(self, key: SessionKey) -> None:
-        """Record that a client ended a session."""
-        ...
-
-    def record_expire_session(self, key: SessionKey, last_turn: int) -> None:
-        """Record that a timer closed a session after the turn of that number."""
-        ...
-
-    def record_plan(self, plan: StepPlan | None) -> None:
-        """Record what `schedule()` returned."""
-        ...
-
-    def record_commit(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
-        """Record an output and the deltas of its commit."""
-        ...
-
-    def record_void(self, why: str) -> None:
-        """Record that the model failed, which voids every plan in flight."""
-        ...
+from forge.weights import PartTimes, Sleeps, WeightSource
 
 
 class Engine:
@@ -192,8 +60,7 @@ class Engine:
                 call that raises come with the next ones
     proposer    replaces the proposer that `config.speculation` names
     weights     version of the weights
-    pause_mode  how the engine was paused; None: it is not
-    sleep_level level of the model's sleep; 0: it is awake
+    pause_state whether the engine is paused, and what waits for the end of the pause
     num_steps   plans committed or voided so far: grows while the engine makes progress
     """
 
@@ -207,44 +74,29 @@ class Engine:
         recorder: Recorder | None = None,
         kv_events: KVEventSink | None = None,
     ) -> None:
-        for token in config.end_ids:
-            if not 0 <= token < model.vocab_size():
-                raise InvalidConfig(
-                    "end_ids",
-                    f"{token} is not below the vocabulary size {model.vocab_size()}",
-                    "Give ids of this model",
-                )
-        if config.host_tier is not None and not executes_moves(model):
-            raise InvalidConfig(
-                "host_tier",
-                "this model has no pool of blocks in host memory",
-                "Leave host_tier out, or use a model that executes moves",
-            )
+        check_config(config, model)
         self.model = model
         self.config = config
         self.tokenizer = tokenizer
         self.num_steps = 0
         self.kv_event_sink = kv_events
         self._kv_event_log = None if kv_events is None else KVEventLog(config.block_size)
+        self._matchers = Matchers(lambda: self.grammar_backend)
         self.scheduler = Scheduler(
             config,
             model.vocab_size(),
             (model.eos_token(), *config.end_ids),
             policy,
-            self._create_stop_checker,
-            self._create_matcher,
+            partial(create_stop_checker, tokenizer),
+            self._matchers.create,
             create_drafter(config, proposer),
             self._kv_event_log,
         )
-        self._has_created_matchers = False
-        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._in_flight = StepsInFlight()
         self._undelivered_deltas: list[Delta] = []
         self.recorder = recorder
         self.weights = WeightVersions()
-        self.pause_mode: PauseMode | None = None
-        self.sleep_level = 0
-        self._lacks_weights = False
-        self._held_requests: dict[int, Request] = {}
+        self.pause_state = PauseState()
 
     @property
     def has_work(self) -> bool:
@@ -253,7 +105,7 @@ class Engine:
             self.scheduler.has_work
             or self._in_flight
             or self._undelivered_deltas
-            or self._held_requests
+            or self.pause_state.held_requests
         )
 
     @property
@@ -268,14 +120,9 @@ class Engine:
     @property
     def is_paused(self) -> bool:
         """True in a pause, once no step is in flight and none follows."""
-        if self.pause_mode is None:
+        if self.pause_state.mode is None:
             return False
         return self.scheduler.is_frozen or not (self.scheduler.has_work or self._in_flight)
-
-    @property
-    def num_held_requests(self) -> int:
-        """Requests that wait for the end of a pause, in addition to those of the scheduler."""
-        return len(self._held_requests)
 
     @property
     def undelivered_deltas(self) -> tuple[Delta, ...]:
@@ -285,7 +132,7 @@ class Engine:
     @property
     def plans_in_flight(self) -> list[StepPlan]:
         """Plans whose results are not read yet, oldest first."""
-        return [plan for plan, _ in self._in_flight]
+        return self._in_flight.plans
 
     def is_ending(self, request_id: int) -> bool:
         """Return whether a last delta of the request is undelivered: its id is still in use."""
@@ -299,10 +146,8 @@ class Engine:
         self.check(request)
         if self.is_ending(request.id):
             raise DuplicateRequest("id", f"request {request.id} is still ending", "Use a new id")
-        if self.pause_mode is not None:
-            if request.id in self._held_requests or request.id in self.scheduler.requests:
-                raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
-            self._held_requests[request.id] = request
+        if self.pause_state.mode is not None:
+            self.pause_state.hold(request, self.scheduler.requests)
             return
         self.scheduler.add(request)
         if self.recorder is not None:
@@ -314,24 +159,9 @@ class Engine:
         Front ends check before they queue a request. The engine checks again, since it must not
         depend on them. A structure is compiled here, once.
         """
-        params = request.params
-        self._check_ids("prompt", request.prompt)
-        self._check_ids("logit_bias", tuple(token for token, _ in params.logit_bias))
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest(
-                "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"
-            )
-        if params.structure is not None:
-            if self.config.depth > 1 and not samples_late_rows(self.model):
-                raise InvalidRequest(
-                    "structure",
-                    f"this model does not sample late rows (StepPlan.late_rows), which come with "
-                    f"{self.config.depth} plans in flight",
-                    "Give the model samples_late_rows(), or start with depth 1",
-                )
-            self.grammar_backend.check(params.structure)
+        check_request(request, self.model, self.config, self.tokenizer)
+        if request.params.structure is not None:
+            self.grammar_backend.check(request.params.structure)
         self.scheduler.max_len(request)
 
     @cached_property
@@ -340,21 +170,12 @@ class Engine:
 
         Raises InvalidRequest where there is no tokenizer.
         """
-        # llguidance is imported where a structure is used.
-        from forge.mask_threads import num_mask_threads
-        from forge.structured_output import LLGuidanceBackend
-
-        if self.tokenizer is None:
-            raise InvalidRequest("structure", "this engine has no tokenizer", "Give it one")
-        model = self.model
-        end_ids = (model.eos_token(), *self.config.end_ids)
-        return LLGuidanceBackend(
-            self.tokenizer, model.vocab_size(), end_ids, num_mask_threads(num_usable_cpus())
-        )
+        end_ids = (self.model.eos_token(), *self.config.end_ids)
+        return create_grammar_backend(self.tokenizer, self.model.vocab_size(), end_ids)
 
     def abort(self, request_id: int) -> None:
         """End the request's open choices at the next step. Unknown and ended ids change nothing."""
-        held = self._held_requests.pop(request_id, None)
+        held = self.pause_state.held_requests.pop(request_id, None)
         if held is not None:
             self._end_held(held, FinishReason.ABORT, None)
             return
@@ -405,23 +226,7 @@ class Engine:
         InvalidConfig, and changes nothing then. A model may have memory for
         `config.num_blocks` blocks only: it fails at the next plan with more.
         """
-        max_blocks = MAX_GEOMETRY["num_blocks"]
-        for name, value, least in (
-            ("num_blocks", num_blocks, 1),
-            ("num_host_blocks", num_host_blocks, 0),
-        ):
-            if value is not None and (type(value) is not int or not least <= value <= max_blocks):
-                raise InvalidConfig(
-                    name,
-                    f"{str(value)[:32]} is not an integer from {least} to {max_blocks}",
-                    "Give one",
-                )
-        if num_host_blocks is not None and self.config.host_tier is None:
-            raise InvalidConfig(
-                "num_host_blocks",
-                "this engine has no host pool to resize",
-                "Start it with kv_host_gib, or leave this out",
-            )
+        check_pool_sizes(num_blocks, num_host_blocks, self.config)
         if num_blocks is not None:
             self.scheduler.resize(num_blocks)
         if num_host_blocks is not None:
@@ -453,7 +258,7 @@ class Engine:
             return  # nothing is left to wait for, or it would wait for frozen requests
         if self.recorder is not None:
             self.recorder.record_pause(mode)
-        self.pause_mode = mode
+        self.pause_state.mode = mode
         if mode is PauseMode.WAIT:
             return
         self.scheduler.freeze()
@@ -467,20 +272,13 @@ class Engine:
 
         Raises EnginePaused while the model sleeps, or lacks weights after it.
         """
-        if self.pause_mode is None:
+        if self.pause_state.mode is None:
             return
-        if self.sleep_level:
-            raise EnginePaused("the model sleeps. Wake it first")
-        if self._lacks_weights:
-            raise EnginePaused(
-                "the model lacks weights, after a sleep or a failure. Update them all"
-            )
+        self.pause_state.check_can_end()
         if self.recorder is not None:
             self.recorder.record_resume()
-        self.pause_mode = None
         self.scheduler.unfreeze()
-        held, self._held_requests = self._held_requests, {}
-        for request in held.values():
+        for request in self.pause_state.end():
             try:
                 self.submit(request)
             except ForgeError as error:  # the pool was resized meanwhile
@@ -501,36 +299,31 @@ class Engine:
         the model sleeps or a WAIT still waits, and changes nothing then. Raises EngineDead where
         the update failed halfway.
         """
-        model, recorder = self.model, self.recorder
-        if not isinstance(model, UpdatesWeights):
-            raise InvalidConfig(
-                "weights", "those of this model are fixed", "Start again with the new weights"
-            )
+        model, state = require_weight_updates(self.model), self.pause_state
         version = self.weights.next_version(version)
-        if self.sleep_level:
-            raise EnginePaused("the model sleeps. Wake it first")
-        if self.pause_mode is None:
+        state.check_awake()
+        if state.mode is None:
             self.pause(PauseMode.KEEP)
             try:
                 return self.update_weights(source, version, namespace=namespace)
             finally:
-                if not self._lacks_weights:  # else the update failed halfway
+                if not state.lacks_weights:  # else the update failed halfway
                     self.resume()
         self._check_paused()
-        lacked_weights, self._lacks_weights = self._lacks_weights, True
+        lacked_weights, state.lacks_weights = state.lacks_weights, True
         try:
             model.update_weights(source)
         except InvalidWeights:
-            self._lacks_weights = lacked_weights
+            state.lacks_weights = lacked_weights
             raise
         except Exception as error:
             raise EngineDead(f"an update of the weights failed halfway: {error!r}") from error
-        self._lacks_weights = False
+        state.lacks_weights = False
         self.weights.advance(version, self.scheduler.sequences.values())
         self.scheduler.discard_kv(f"weights {version}", namespace)
         self._deliver_kv_events()
-        if recorder is not None:
-            recorder.record_weights(version, namespace)
+        if self.recorder is not None:
+            self.recorder.record_weights(version, namespace)
         return version
 
     def sleep(self, level: int) -> PartTimes:
@@ -543,20 +336,15 @@ class Engine:
                 `wake`
         Raises InvalidConfig, or EnginePaused for an engine that is not paused.
         """
-        model = self.model
-        if not isinstance(model, Sleeps):
-            raise InvalidConfig("sleep", "this model cannot release its memory", "End the engine")
-        if type(level) is not int or level not in (1, 2):
-            raise InvalidConfig("level", f"{str(level)[:32]} is not 1 or 2", "Give 1 or 2")
+        model = require_sleep(self.model, level)
         self._check_paused()
-        if self.sleep_level:
-            raise EnginePaused("the model sleeps already. Wake it first")
+        self.pause_state.check_awake()
         self.scheduler.freeze()
         self.scheduler.discard_kv("the model sleeps", self.scheduler.prefix_cache.namespace)
         self._deliver_kv_events()
         if self.recorder is not None:
             self.recorder.record_sleep(level)
-        self.sleep_level = level
+        self.pause_state.sleep_level = level
         return model.sleep(level)
 
     def wake(self) -> PartTimes:
@@ -565,11 +353,10 @@ class Engine:
         Raises EnginePaused where the model does not sleep.
         """
         model = self.model
-        if not self.sleep_level or not isinstance(model, Sleeps):
+        if not self.pause_state.sleep_level or not isinstance(model, Sleeps):
             raise EnginePaused("the model is awake. Call sleep first")
         times = model.wake()
-        self._lacks_weights = self._lacks_weights or self.sleep_level == 2
-        self.sleep_level = 0
+        self.pause_state.end_sleep()
         return times
 
     def _check_paused(self) -> None:
@@ -611,12 +398,11 @@ class Engine:
         ready = None
         try:
             if plan is not None:
-                self._in_flight.append((plan, self.model.forward(plan)))
+                self._in_flight.launch(plan, self.model)
             if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
-                oldest, pending = self._in_flight.popleft()
-                ready = (oldest, _check_output(oldest, pending.result()))
+                ready = self._in_flight.take_oldest()
         except BaseException as error:  # also Ctrl-C: ledger and queue must agree
-            self._in_flight.clear()
+            self._in_flight.replace(())
             self.num_steps += 1
             why = f"the model failed: {error!r}"
             deltas += self.weights.label(self.scheduler.void(why))
@@ -629,8 +415,7 @@ class Engine:
             raise
         if ready is not None:
             self.num_steps += 1
-            if self._has_created_matchers:
-                self._advance_matchers(*ready)
+            self._matchers.advance(*ready, self.scheduler.sequences, self.model.vocab_size())
             committed_deltas = self.scheduler.commit(*ready)
             if recorder is not None:
                 recorder.record_commit(ready[1], committed_deltas)
@@ -655,7 +440,7 @@ class Engine:
         launch   returns the pending step of the plan that stays in flight; the model does not run
         """
         result = self.scheduler.fast_forward(steps, token)
-        self._in_flight = deque((plan, launch(plan)) for plan in self.scheduler.ledger)
+        self._in_flight.replace((plan, launch(plan)) for plan in self.scheduler.ledger)
         self.num_steps += steps
         self._deliver_kv_events()
         return result
@@ -665,51 +450,3 @@ class Engine:
             events = self._kv_event_log.take()
             if events:
                 self.kv_event_sink(events)
-
-    def _create_stop_checker(self, params: SamplingParams) -> StopChecker | None:
-        if not params.stop or self.tokenizer is None:
-            return None
-        return StopStringChecker(self.tokenizer, params)
-
-    def _create_matcher(self, params: SamplingParams) -> GrammarMatcher | None:
-        if params.structure is None:
-            return None
-        self._has_created_matchers = True
-        try:
-            return self.grammar_backend.create_matcher(
-                params.structure, allow_end=not params.ignore_eos
-            )
-        except ForgeError:
-            raise
-        except Exception as error:  # of the library, for this request only
-            raise InvalidRequest("structure", f"it failed: {error!r}", "Fix it") from error
-
-    def _advance_matchers(self, plan: StepPlan, output: StepOutput) -> None:
-        """Let the matchers of the plan's rows do the work of their tokens, before the commit.
-
-        A token that the commit may not feed is left out, and so are those of rows with drafts.
-        """
-        sequences, vocab_size = self.scheduler.sequences, self.model.vocab_size()
-        pairs = []
-        for row, result in zip(plan.rows, output.rows, strict=True):
-            sequence = sequences.get(row.seq_id)
-            if sequence is None or sequence.matcher is None or row.drafts or row.num_samples != 1:
-                continue
-            if result.error is None and len(result.tokens) == 1:
-                token = result.tokens[0]
-                if 0 <= token < vocab_size and token not in sequence.stop_ids:
-                    pairs.append((sequence.matcher, token))
-        if pairs:
-            self.grammar_backend.advance_matchers(pairs)
-
-    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        vocab_size = self.model.vocab_size()
-        # The ids of a range lie between its ends.
-        for token in (ids[0], ids[-1]) if isinstance(ids, range) else ids:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise InvalidRequest(
-                    field,
-                    f"{token!r} is not a token id below {vocab_size}",
-                    "Give ids of this model's vocabulary",
-                    "token_out_of_range",
-                )

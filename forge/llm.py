@@ -543,7 +543,7 @@ class LLM:
         return self.engine.step()
 
     def _check_running(self) -> None:
-        if self.engine.pause_mode is not None:
+        if self.engine.pause_state.mode is not None:
             raise EnginePaused("the engine is paused, and makes no step. Call resume first")
 
     def _pass_to_streams(self, deltas: Iterable[Delta]) -> None:

@@ -208,7 +208,7 @@ def test_a_refused_update_changes_nothing() -> None:
     for version, message in (("", "printable ASCII"), ("0", "at the start. Give another")):
         with pytest.raises(InvalidConfig, match=f"^weight_version: .*{message}"):
             engine.update_weights(NEW, version, namespace="new")
-    assert engine.pause_mode is None and engine.weights.current == "0"
+    assert engine.pause_state.mode is None and engine.weights.current == "0"
     outputs.run()
     assert outputs.tokens[0, 0] == continue_greedily(1, range(9), 20)
 
@@ -235,7 +235,11 @@ def test_requests_of_a_pause_can_be_aborted_and_keep_their_ids() -> None:
     engine.submit(create_request(0, n=2))
     with pytest.raises(DuplicateRequest):
         engine.submit(create_request(0))
-    assert (engine.num_held_requests, engine.has_work, engine.can_step) == (1, True, False)
+    assert (len(engine.pause_state.held_requests), engine.has_work, engine.can_step) == (
+        1,
+        True,
+        False,
+    )
     engine.abort(0)
     ends = [(delta.choice, delta.finish) for delta in engine.step()]
     assert ends == [(0, FinishReason.ABORT), (1, FinishReason.ABORT)]

@@ -43,7 +43,8 @@ ENGINE_AND_BELOW = {
     ),
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
     *("max_len", "policy_calls", "commit_gate", "plan_rows", "step_bound", "uniform_steps"),
-    *("pause", "weights", "weight_versions"),
+    *("pause", "pause_state", "weights", "weight_versions", "engine_checks", "steps_in_flight"),
+    *("recorder", "grammar_backend", "matchers", "stop_strings"),
     "wait_reasons",
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
@@ -68,6 +69,16 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
     "pause": set(),
+    "pause_state": {"errors", "pause", "request"},
+    "recorder": {"pause", "request", "seam", "sessions"},
+    "grammar_backend": {
+        *("cpu_count", "errors", "feedback_queue", "mask_threads", "request", "sequence"),
+        *("structured_output", "tokenizer"),
+    },
+    "matchers": {"errors", "grammar_backend", "request", "seam", "sequence"},
+    "stop_strings": {"request", "tokenizer"},
+    "steps_in_flight": {"seam"},
+    "engine_checks": {"config", "errors", "request", "seam", "tokenizer", "weights"},
     "weights": set(),
     "weight_versions": {"errors", "request", "sequence"},
     "kv_events": set(),
@@ -104,7 +115,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "recording": {"config", "errors", "pause", "request", "seam", "sessions"},
     "scheduler": ENGINE_AND_BELOW
     - {"reasoning_matcher", "recording", "tokenizer", "engine", "scheduler", "structured_output"},
-    "engine": ENGINE_AND_BELOW - {"engine"} | {"cpu_count", "feedback_queue", "mask_threads"},
+    "engine": ENGINE_AND_BELOW - {"engine", "structured_output", "reasoning_matcher", "recording"},
     "overhead": {"config", "engine", "request", "seam"},
     "invariants": {
         *("blocks", "drafting", "engine", "host_cache", "scheduler", "seam", "sequence"),

@@ -1,0 +1,115 @@
+"""Checks of what an engine is given: its config, requests, and sizes of its pools.
+
+Owns the limits that a model, a config and a tokenizer set together. Knows no queue and no block,
+so any thread may call a check.
+
+    check_config      config  against the model
+    check_request     request against the model, the config and the tokenizer
+    check_pool_sizes  sizes   against the config
+    require_...       what a model must offer for a command
+
+Always true: a check changes nothing, and its error names the field, the limit and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forge.config import MAX_GEOMETRY, EngineConfig
+from forge.errors import InvalidConfig, InvalidRequest
+from forge.request import Request
+from forge.seam import Model, executes_moves, samples_late_rows
+from forge.tokenizer import Tokenizer
+from forge.weights import Sleeps, UpdatesWeights
+
+
+def check_config(config: EngineConfig, model: Model) -> None:
+    """Raise InvalidConfig for a config that the model cannot serve."""
+    for token in config.end_ids:
+        if not 0 <= token < model.vocab_size():
+            raise InvalidConfig(
+                "end_ids",
+                f"{token} is not below the vocabulary size {model.vocab_size()}",
+                "Give ids of this model",
+            )
+    if config.host_tier is not None and not executes_moves(model):
+        raise InvalidConfig(
+            "host_tier",
+            "this model has no pool of blocks in host memory",
+            "Leave host_tier out, or use a model that executes moves",
+        )
+
+
+def check_request(
+    request: Request, model: Model, config: EngineConfig, tokenizer: Tokenizer | None
+) -> None:
+    """Raise InvalidRequest for ids outside the vocabulary, and for what the engine lacks."""
+    params, vocab_size = request.params, model.vocab_size()
+    _check_ids("prompt", request.prompt, vocab_size)
+    _check_ids("logit_bias", tuple(token for token, _ in params.logit_bias), vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    if params.stop and tokenizer is None:
+        raise InvalidRequest(
+            "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"
+        )
+    if params.structure is not None and config.depth > 1 and not samples_late_rows(model):
+        raise InvalidRequest(
+            "structure",
+            f"this model does not sample late rows (StepPlan.late_rows), which come with "
+            f"{config.depth} plans in flight",
+            "Give the model samples_late_rows(), or start with depth 1",
+        )
+
+
+def check_pool_sizes(
+    num_blocks: int | None, num_host_blocks: int | None, config: EngineConfig
+) -> None:
+    """Raise InvalidConfig for sizes that no pool of this config can have. None: unchanged."""
+    max_blocks = MAX_GEOMETRY["num_blocks"]
+    for name, value, least in (
+        ("num_blocks", num_blocks, 1),
+        ("num_host_blocks", num_host_blocks, 0),
+    ):
+        if value is not None and (type(value) is not int or not least <= value <= max_blocks):
+            raise InvalidConfig(
+                name,
+                f"{str(value)[:32]} is not an integer from {least} to {max_blocks}",
+                "Give one",
+            )
+    if num_host_blocks is not None and config.host_tier is None:
+        raise InvalidConfig(
+            "num_host_blocks",
+            "this engine has no host pool to resize",
+            "Start it with kv_host_gib, or leave this out",
+        )
+
+
+def require_weight_updates(model: Model) -> UpdatesWeights:
+    """Return the model. Raises InvalidConfig where its weights are fixed."""
+    if not isinstance(model, UpdatesWeights):
+        raise InvalidConfig(
+            "weights", "those of this model are fixed", "Start again with the new weights"
+        )
+    return model
+
+
+def require_sleep(model: Model, level: int) -> Sleeps:
+    """Return the model. Raises InvalidConfig where it cannot sleep on this level."""
+    if not isinstance(model, Sleeps):
+        raise InvalidConfig("sleep", "this model cannot release its memory", "End the engine")
+    if type(level) is not int or level not in (1, 2):
+        raise InvalidConfig("level", f"{str(level)[:32]} is not 1 or 2", "Give 1 or 2")
+    return model
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    # The ids of a range lie between its ends.
+    for token in (ids[0], ids[-1]) if isinstance(ids, range) else ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                field,
+                f"{token!r} is not a token id below {vocab_size}",
+                "Give ids of this model's vocabulary",
+                "token_out_of_range",
+            )

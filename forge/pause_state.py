@@ -1,0 +1,68 @@
+"""PauseState: whether an engine is paused, whether its model sleeps, and the requests that wait.
+
+Owns the requests that come in a pause, and what must come before its end. Knows no scheduler: the
+engine freezes it.
+
+    mode None ──pause──► mode ──sleep──► sleep_level 1 or 2 ──wake──► mode ──resume──► mode None
+                          │ hold(request)                              ▲        └─► held requests
+                          │                     lacks_weights ──update─┘
+                          └── update that failed halfway ──► lacks_weights
+
+Always true: a model sleeps or lacks weights in a pause only, and no step runs until its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from forge.errors import DuplicateRequest, EnginePaused
+from forge.pause import PauseMode
+from forge.request import Request
+
+
+@dataclass(slots=True)
+class PauseState:
+    """State of the pauses of one engine, which owns it.
+
+    mode            how the engine was paused; None: it is not
+    sleep_level     level of the model's sleep; 0: it is awake
+    lacks_weights   the model may not compute before all weights are updated
+    held_requests   requests that wait for the end of the pause, by id, oldest first
+    """
+
+    mode: PauseMode | None = None
+    sleep_level: int = 0
+    lacks_weights: bool = False
+    held_requests: dict[int, Request] = field(default_factory=dict)
+
+    def hold(self, request: Request, live_ids: Container[int]) -> None:
+        """Keep the request until `end`. Raises DuplicateRequest."""
+        if request.id in self.held_requests or request.id in live_ids:
+            raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
+        self.held_requests[request.id] = request
+
+    def check_awake(self) -> None:
+        """Raise EnginePaused while the model sleeps."""
+        if self.sleep_level:
+            raise EnginePaused("the model sleeps. Wake it first")
+
+    def check_can_end(self) -> None:
+        """Raise EnginePaused while the model cannot compute."""
+        self.check_awake()
+        if self.lacks_weights:
+            raise EnginePaused(
+                "the model lacks weights, after a sleep or a failure. Update them all"
+            )
+
+    def end(self) -> list[Request]:
+        """End the pause, and return the requests that waited for it."""
+        self.mode = None
+        requests = list(self.held_requests.values())
+        self.held_requests.clear()
+        return requests
+
+    def end_sleep(self) -> None:
+        """Record that the model is awake; after level 2 it lacks weights."""
+        self.lacks_weights = self.lacks_weights or self.sleep_level == 2
+        self.sleep_level = 0
