@@ -30,7 +30,6 @@ from forge.errors import (
     EnginePaused,
     ForgeError,
     InvalidConfig,
-    InvalidWeights,
 )
 from forge.grammar_backend import GrammarBackend, create_grammar_backend
 from forge.kv_events import KVEventLog, KVEventSink
@@ -310,14 +309,8 @@ class Engine:
                 if not state.lacks_weights:  # else the update failed halfway
                     self.resume()
         self._check_paused()
-        lacked_weights, state.lacks_weights = state.lacks_weights, True
-        try:
+        with state.changing_model("an update of the weights"):
             model.update_weights(source)
-        except InvalidWeights:
-            state.lacks_weights = lacked_weights
-            raise
-        except Exception as error:
-            raise EngineDead(f"an update of the weights failed halfway: {error!r}") from error
         state.lacks_weights = False
         self.weights.advance(version, self.scheduler.sequences.values())
         self.scheduler.discard_kv(f"weights {version}", namespace)
@@ -334,18 +327,21 @@ class Engine:
 
         level   1 moves the weights to host memory; 2 drops them, and all must be updated after
                 `wake`
-        Raises InvalidConfig, or EnginePaused for an engine that is not paused.
+        Raises InvalidConfig, or EnginePaused for an engine that is not paused, and changes nothing
+        then. Raises EngineDead where the sleep failed halfway.
         """
         model = require_sleep(self.model, level)
         self._check_paused()
         self.pause_state.check_awake()
+        with self.pause_state.changing_model("a sleep"):
+            times = model.sleep(level)
         self.scheduler.freeze()
         self.scheduler.discard_kv("the model sleeps", self.scheduler.prefix_cache.namespace)
         self._deliver_kv_events()
         if self.recorder is not None:
             self.recorder.record_sleep(level)
         self.pause_state.sleep_level = level
-        return model.sleep(level)
+        return times
 
     def wake(self) -> PartTimes:
         """Allocate what `sleep` released, and return the seconds of each part. `resume` follows.
@@ -355,7 +351,8 @@ class Engine:
         model = self.model
         if not self.pause_state.sleep_level or not isinstance(model, Sleeps):
             raise EnginePaused("the model is awake. Call sleep first")
-        times = model.wake()
+        with self.pause_state.changing_model("a wake"):
+            times = model.wake()
         self.pause_state.end_sleep()
         return times
 

@@ -13,10 +13,17 @@ Always true: a model sleeps or lacks weights in a pause only, and no step runs u
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from forge.errors import DuplicateRequest, EnginePaused
+from forge.errors import (
+    DuplicateRequest,
+    EngineDead,
+    EnginePaused,
+    InvalidConfig,
+    InvalidWeights,
+)
 from forge.pause import PauseMode
 from forge.request import Request
 
@@ -54,6 +61,23 @@ class PauseState:
             raise EnginePaused(
                 "the model lacks weights, after a sleep or a failure. Update them all"
             )
+
+    @contextmanager
+    def changing_model(self, command: str) -> Iterator[None]:
+        """Return a context for a command that changes weights or memory of the model.
+
+        A refusal of the model changes nothing. Any other error may have left a mixture: the model
+        lacks weights from then on, and EngineDead is raised.
+        """
+        lacked_weights, self.lacks_weights = self.lacks_weights, True
+        try:
+            yield
+        except (EnginePaused, InvalidConfig, InvalidWeights):
+            self.lacks_weights = lacked_weights
+            raise
+        except Exception as error:
+            raise EngineDead(f"{command} failed halfway: {error!r}") from error
+        self.lacks_weights = lacked_weights
 
     def end(self) -> list[Request]:
         """End the pause, and return the requests that waited for it."""

@@ -29,7 +29,7 @@ from forge.recording import RecordingWriter, build_header, read_entries
 from forge.replay_run import ReplayRun
 from forge.request import Delta, FinishReason, Request, SamplingParams, Structure, StructureKind
 from forge.tokenizer import ByteTokenizer
-from forge.weights import NamedWeights, WeightSource
+from forge.weights import NamedWeights, PartTimes, WeightSource
 from tests.core.worlds import FaultyStore
 
 VOCAB = 24
@@ -292,9 +292,21 @@ def test_a_structured_row_in_flight_gets_its_mask_before_a_pause() -> None:
     assert len(text) == 12 and set(text) <= {"a", "b"}
 
 
+def create_engine(name: str) -> Engine:
+    """Return an engine of the config of this name, with a draft or files where it has them."""
+    config = CONFIGS[name]
+    model = create_model(
+        num_blocks=config.num_blocks,
+        files=FileMoves(FaultyStore(0)) if config.host_tier else None,
+        draft=create_model(agreement=0.8) if name == "drafts" else None,
+    )
+    return Engine(model, config)
+
+
+@pytest.mark.parametrize("name", ["depth 2", "drafts", "n-grams", "tiers"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_model_that_sleeps_runs_no_step(level: int) -> None:
-    engine = Engine(create_model(), create_config(depth=2))
+def test_a_model_that_sleeps_runs_no_step(name: str, level: int) -> None:
+    engine = create_engine(name)
     outputs = Outputs(engine)
     engine.submit(create_request(0))
     for _ in range(4):
@@ -316,12 +328,53 @@ def test_a_model_that_sleeps_runs_no_step(level: int) -> None:
         engine.update_weights(NEW, namespace="new")
         seed = NEW_SEED
     num_before = len(outputs.tokens[0, 0])
+    assert 0 < num_before < 20
     engine.resume()
     outputs.run()
     before = outputs.tokens[0, 0][:num_before]
     assert outputs.tokens[0, 0][num_before:] == continue_greedily(
         seed, (*range(9), *before), 20 - num_before
     )
+
+
+def test_a_sleep_that_the_model_refuses_changes_nothing() -> None:
+    class Divided(HashModel):
+        def sleep(self, level: int) -> PartTimes:
+            raise InvalidConfig("tensor_parallel_size", "it has 2 ranks", "Serve it on one device")
+
+    engine = Engine(
+        Divided(vocab_size=VOCAB, num_blocks=64, block_size=4, seed=1, min_eos_len=99),
+        create_config(),
+    )
+    outputs = Outputs(engine)
+    engine.submit(create_request(0))
+    outputs.run()
+    num_cached = engine.scheduler.pool.num_cached_blocks
+    engine.pause(PauseMode.KEEP)
+    with pytest.raises(InvalidConfig, match="Serve it on one device"):
+        engine.sleep(1)
+    assert engine.scheduler.pool.num_cached_blocks == num_cached > 0
+    with pytest.raises(EnginePaused, match="the model is awake"):
+        engine.wake()
+    engine.resume()
+    engine.submit(create_request(1))
+    outputs.run()
+    assert outputs.tokens[1, 0] == outputs.tokens[0, 0] == continue_greedily(1, range(9), 20)
+
+
+@pytest.mark.parametrize("command", ["sleep", "wake"])
+def test_a_sleep_or_wake_that_fails_halfway_leaves_the_engine_paused(command: str) -> None:
+    def fail(*_: int) -> PartTimes:
+        raise RuntimeError("an illegal memory access")
+
+    model = type("Broken", (HashModel,), {command: fail})
+    engine = Engine(model(vocab_size=VOCAB, num_blocks=64, block_size=4), create_config())
+    engine.pause(PauseMode.KEEP)
+    with pytest.raises(EngineDead, match=f"a {command} failed halfway: RuntimeError"):
+        engine.sleep(1)
+        engine.wake()
+    with pytest.raises(EnginePaused):
+        engine.resume()
 
 
 @pytest.mark.parametrize("mode", PauseMode)
@@ -378,14 +431,20 @@ def test_a_pause_that_is_ended_before_it_began_is_refused() -> None:
     assert sum(len(delta.tokens) for report in reports for delta in report.deltas) == 20
 
 
-def test_turns_of_a_session_go_on_after_an_update() -> None:
+@pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])
+def test_turns_of_a_session_go_on_after_an_update(sleeps: bool) -> None:
     engine = Engine(create_model(), create_config())
     outputs = Outputs(engine)
     first = create_request(0, max_tokens=8)
     engine.submit(replace(first, session_id="s"))
     outputs.run()
     assert engine.scheduler.sessions["", "s"].chain
+    if sleeps:
+        engine.pause(PauseMode.KEEP)
+        engine.sleep(2)
+        engine.wake()
     engine.update_weights(NEW, namespace="new")
+    engine.resume()
     assert not engine.scheduler.sessions["", "s"].chain
     prompt = (*range(9), *outputs.tokens[0, 0], 3)
     engine.submit(replace(create_request(1, prompt), session_id="s"))

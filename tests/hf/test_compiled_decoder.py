@@ -34,10 +34,13 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
     ModuleDecoder,
     register_attention,
 )
+from forge.models.hf.loading.checkpoint import module_parameters  # noqa: E402
 from forge.models.hf.loading.decoder_loader import build_compiled_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
 from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
+from forge.pause import PauseMode  # noqa: E402
 from forge.request import Request, SamplingParams  # noqa: E402
+from forge.weights import NamedWeights  # noqa: E402
 from tests.hf.families import SMALL, create_module, generate_greedy  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
 
@@ -71,10 +74,8 @@ def compiled_family(family: str, dtype: Any) -> Any:
     return build_compiled_decoder(create_module(family, dtype, ATTENTION_NAME), 512, TRACED)
 
 
-def generate_outputs(
-    decoder_and_layers: Any, device: Any, dtype: Any, **recorded: Any
-) -> list[list[int]]:
-    """Return greedy tokens of four requests, whose prompts are computed in chunks."""
+def create_engine(decoder_and_layers: Any, device: Any, dtype: Any, **recorded: Any) -> Engine:
+    """Return an engine that computes prompts in chunks of 16 tokens."""
     decoder, layers = decoder_and_layers
     config = EngineConfig(
         num_blocks=64, block_size=16, max_num_seqs=8, max_num_batched_tokens=16,
@@ -91,7 +92,18 @@ def generate_outputs(
             device=device,
             **recorded,
         )
-    engine = Engine(model, config)
+    return Engine(model, config)
+
+
+def generate_outputs(
+    decoder_and_layers: Any, device: Any, dtype: Any, **recorded: Any
+) -> list[list[int]]:
+    """Return greedy tokens of four requests, whose prompts are computed in chunks."""
+    return generate(create_engine(decoder_and_layers, device, dtype, **recorded))
+
+
+def generate(engine: Engine) -> list[list[int]]:
+    """Return greedy tokens of four requests."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     for i, prompt in enumerate(prompts()):
         engine.submit(Request(i, tuple(prompt), params))
@@ -130,6 +142,30 @@ def test_greedy_tokens_of_compiled_modules_are_those_of_generate(family: str) ->
     )
     module = create_module(family, torch.float64)
     assert tokens == [generate_greedy(module, prompt, 24) for prompt in prompts()]
+
+
+def test_compiled_modules_are_updated_and_sleep_without_another_graph() -> None:
+    decoder, layers = build_compiled_decoder(
+        create_module("qwen3", torch.float64, ATTENTION_NAME), 512, CAPTURED
+    )
+    parameters = module_parameters(decoder.module)
+    device = torch.device("cpu")
+    engine = create_engine((decoder, layers), device, torch.float64, parameters=parameters)
+    trained = create_module("qwen3", torch.float64, seed=1)
+    new = NamedWeights(dict(trained.named_parameters()))
+    expected = [generate_greedy(trained, prompt, 24) for prompt in prompts()]
+    assert generate(engine) != expected
+    engine.update_weights(new, namespace="new")
+    assert generate(engine) == expected
+    for level in (1, 2):
+        engine.pause(PauseMode.KEEP)
+        engine.sleep(level)
+        engine.wake()
+        if level == 2:
+            engine.update_weights(new, namespace="newer")
+        engine.resume()
+        assert generate(engine) == expected
+    assert decoder.backend.num_graphs == 2
 
 
 def test_layers_give_the_same_logits_where_torch_runs_no_graph() -> None:

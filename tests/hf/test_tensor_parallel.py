@@ -40,8 +40,10 @@ from forge.models.hf.parallel.sharded_decoder import ShardedDecoder  # noqa: E40
 from forge.models.hf.parallel.sharded_sampler import ShardedSampler  # noqa: E402
 from forge.models.hf.parallel.sharding import Shard, VocabShard  # noqa: E402
 from forge.models.hf.sampling.sampler import Sampler  # noqa: E402
+from forge.pause import PauseMode  # noqa: E402
 from forge.request import Request, SamplingParams  # noqa: E402
 from forge.seam import COUPLED, REJECTION, Bind, Row  # noqa: E402
+from forge.weights import NamedWeights  # noqa: E402
 from tests.hf import test_speculation as drafting  # noqa: E402
 from tests.hf.families import create_module  # noqa: E402
 from tests.hf.test_model import EOS, VOCAB, BatchingVariant, prompt_of, run  # noqa: E402
@@ -376,6 +378,27 @@ def test_prefixes_come_back_from_the_host_memory_of_each_rank() -> None:
 
     for served in run_ranks(create_communicators(2), serve_rank):
         assert served == (expected, num_loads)
+
+
+def test_ranks_refuse_updates_and_sleep_by_name_and_serve_on() -> None:
+    """Also an update of a weight that every rank has whole."""
+    expected, _ = serve_prefixes_twice(tiered_model(whole_decoder("qwen3", torch.float64), WHOLE))
+    norm = NamedWeights({"model.norm.weight": torch.ones(64, dtype=torch.float64)})
+
+    def serve_rank(communicator: ThreadCommunicator) -> list[Any]:
+        decoder = divided_decoder(module_of("qwen3", torch.float64), communicator)
+        model = tiered_model(decoder, ShardedModel(communicator))
+        engine = Engine(model, TIERED)
+        engine.pause(PauseMode.KEEP)
+        with pytest.raises(InvalidConfig, match=r"^tensor_parallel_size: .* 2 ranks .* one device"):
+            engine.update_weights(norm, namespace="new")
+        with pytest.raises(InvalidConfig, match=r"^tensor_parallel_size: .* 2 ranks .* one device"):
+            engine.sleep(1)
+        engine.resume()
+        return serve_prefixes_twice(model)[0]
+
+    for served in run_ranks(create_communicators(2), serve_rank):
+        assert served == expected
 
 
 def test_a_row_that_is_not_finite_on_one_rank_fails_on_all() -> None:

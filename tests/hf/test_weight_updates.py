@@ -203,6 +203,31 @@ def test_an_update_that_fails_halfway_ends_the_engine(qwen3: Trained) -> None:
         assert generate(llm) == qwen3.new_outputs
 
 
+@pytest.mark.parametrize("kind", [pytest.param("draft model", marks=pytest.mark.long), "files"])
+def test_a_draft_model_and_kv_tiers_go_on_after_updates_and_sleep(
+    qwen3: Trained, tmp_path: Path, kind: str
+) -> None:
+    """The draft keeps its weights at level 2 too; no block of earlier weights comes back."""
+    options: Any = {"draft_model": str(qwen3.folder), "num_speculative_tokens": 2}
+    if kind == "files":
+        options = {"kv_host_gib": 0.01, "kv_disk_path": str(tmp_path), "kv_disk_gib": 0.01}
+    with LLM(str(qwen3.folder), **OPTIONS, **options) as llm:
+        assert generate(llm) == generate(llm) == qwen3.old_outputs
+        llm.update_weights(qwen3.new_tensors)
+        assert generate(llm) == generate(llm) == qwen3.new_outputs
+        llm.pause()
+        llm.sleep(1)
+        llm.wake()
+        llm.resume()
+        assert generate(llm) == qwen3.new_outputs
+        llm.pause()
+        llm.sleep(2)
+        llm.wake()
+        llm.update_weights(qwen3.old_tensors)
+        llm.resume()
+        assert generate(llm) == generate(llm) == qwen3.old_outputs
+
+
 def test_a_wake_is_refused_where_the_trainer_has_the_memory() -> None:
     check_free_memory(2**30, 2**30)
     with pytest.raises(EnginePaused, match=r"needs 2.0 GiB, and the GPU has 1.5 free"):

@@ -68,11 +68,16 @@ class _QueuedStep(NamedTuple):
     late_rows: LateRows | None
 
 
+def allow_changes() -> None:
+    """Do nothing: weights and memory of a model of one process may change."""
+
+
 class HFModel:
     """Causal language model of transformers that executes plans.
 
     capture_graphs  captures steps as CUDA graphs, now and after each sleep
     weights         weights that can be replaced; None: they stay as they are
+    check_changes   raises InvalidConfig where an update or a sleep would leave other ranks behind
     draft           draft model with the same vocabulary and slots, or None. Only this model gives
                     it plans
     moves           moves of blocks to and from host memory; None: plans have no host pool
@@ -89,6 +94,7 @@ class HFModel:
         eos_token: int,
         capture_graphs: Callable[[], CapturedGraphs] = no_graphs,
         weights: ModelWeights | None = None,
+        check_changes: Callable[[], None] = allow_changes,
         draft: HFModel | None = None,
         moves: Moves | None = None,
     ) -> None:
@@ -98,6 +104,7 @@ class HFModel:
         self._capture_graphs = capture_graphs
         self._graphs = capture_graphs()
         self._weights = weights
+        self._check_changes = check_changes
         self._moves = moves
         self._publisher: StepPublisher = NoFollowers()
         self._batch_rows: list[int] = []
@@ -155,12 +162,13 @@ class HFModel:
 
         Those of the draft model too, whose weights are kept in host memory at every level.
         """
+        weights = self._changeable_weights  # A refusal comes before the first change.
         watch, device = PartWatch(), self._runner.kv_cache.data.device
         _synchronize(device)  # Moves of the last plan may still run.
         self._last_step = None
         self._graphs = NO_GRAPHS
         watch.end("graphs")
-        self._changeable_weights.release(keep_content=level == 1)
+        weights.release(keep_content=level == 1)
         watch.end("weights")
         self._runner.kv_cache.release()
         if device.type == "cuda":
@@ -199,6 +207,7 @@ class HFModel:
 
     @property
     def _changeable_weights(self) -> ModelWeights:
+        self._check_changes()
         if self._weights is None:
             raise InvalidWeights("weights", "those of this model are fixed", "Start it again")
         return self._weights

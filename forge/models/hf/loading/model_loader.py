@@ -149,6 +149,7 @@ def assemble_model(
         eos_token=eos_token,
         capture_graphs=capture_graphs,
         weights=None if parameters is None else ModelWeights(parameters),
+        check_changes=partition.check_changes,
         draft=draft,
         moves=None if pool is None else create_moves(kv_cache, pool, files),
     )

@@ -61,6 +61,10 @@ class Partition(Protocol):
         """Raise InvalidConfig for options that a model divided like this does not have."""
         ...
 
+    def check_changes(self) -> None:
+        """Raise InvalidConfig where weights can be neither updated nor released."""
+        ...
+
     def draft(self) -> Partition:
         """Return how the draft of this model is divided."""
         ...
@@ -116,6 +120,9 @@ class WholeModel:
 
     def check_options(self, options: DeviceOptions, tiers: TierSetup | None) -> None:
         """Do nothing: one process has every option."""
+
+    def check_changes(self) -> None:
+        """Do nothing: one process has all weights."""
 
     def draft(self) -> Partition:
         """Return the partition of a draft in the same process."""
@@ -188,6 +195,14 @@ class ShardedModel(ReplicatedModel):
                 f"compiled modules cannot be divided over {self._communicator.world_size} ranks",
                 "Leave it out, or serve the model on one device",
             )
+
+    def check_changes(self) -> None:
+        """Raise InvalidConfig: a change of one rank would leave the others as they are."""
+        raise InvalidConfig(
+            "tensor_parallel_size",
+            f"a model on {self._communicator.world_size} ranks keeps its weights and its memory",
+            "Serve the model on one device, or start again with the new weights",
+        )
 
     def draft(self) -> Partition:
         """Return the partition of the draft: each rank has all of it."""
