@@ -144,6 +144,7 @@ def test_greedy_tokens_of_compiled_modules_are_those_of_generate(family: str) ->
     assert tokens == [generate_greedy(module, prompt, 24) for prompt in prompts()]
 
 
+@pytest.mark.long
 def test_compiled_modules_are_updated_and_sleep_without_another_graph() -> None:
     decoder, layers = build_compiled_decoder(
         create_module("qwen3", torch.float64, ATTENTION_NAME), 512, CAPTURED
