@@ -13,7 +13,7 @@ Every submitted request ends each of its choices with exactly one Delta that has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 from forge.config import EngineConfig
 from forge.drafting import create_drafter
@@ -86,7 +86,7 @@ class Engine:
             model.vocab_size(),
             (model.eos_token(), *config.end_ids),
             policy,
-            partial(create_stop_checker, tokenizer),
+            lambda params: create_stop_checker(self.tokenizer, params),
             self._matchers.create,
             create_drafter(config, proposer),
             self._kv_event_log,

@@ -41,6 +41,7 @@ FOREIGN = {
     "HuggingFace": "Qwen/Qwen3-0.6B models/Qwen3-0.6B im_end",
     "LiteLLM": "hosted_vllm/ hosted_vllm/hash openai/ text-completion-openai/hash",
     "llm": "extra-openai-models.yaml",
+    "vLLM": "wake_up",
     "text of an example": "aaa",
     "file of the reader": "FILE.json FILE.png FILE.py FILE.yaml calibration.json mine.py "
     "run.json run.jsonl run.pdf run.png run.svg",

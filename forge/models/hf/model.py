@@ -77,7 +77,7 @@ class HFModel:
 
     capture_graphs  captures steps as CUDA graphs, now and after each sleep
     weights         weights that can be replaced; None: they stay as they are
-    check_changes   raises InvalidConfig where an update or a sleep would leave other ranks behind
+    check_changes   raises InvalidConfig where an update or a sleep would change one rank of several
     draft           draft model with the same vocabulary and slots, or None. Only this model gives
                     it plans
     moves           moves of blocks to and from host memory; None: plans have no host pool
