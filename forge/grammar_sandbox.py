@@ -60,6 +60,9 @@ OUT_OF_MEMORY_EXIT_CODE = 3
 RUST_OOM_PREFIX = b"memory allocation of "
 """First words of the line that Rust writes to standard error before it aborts without memory."""
 
+MAX_STDERR_BYTES = 256
+"""Bytes kept of what a process writes to standard error."""
+
 NICENESS = 10
 STOP_TIMEOUT_S = 5.0
 """Seconds that the process may take to end once its pipe is closed."""
@@ -246,7 +249,8 @@ class _Job(NamedTuple):
     """A process that compiles a structure.
 
     result_pipe   carries an InvalidRequest or None, unless the process ends before
-    stderr        pipe with what native code wrote before it ended the process; never blocks
+    stderr        pipe with what native code writes before it ends the process; never blocks
+    stderr_text   what was read from it
     """
 
     structure: Structure
@@ -254,6 +258,7 @@ class _Job(NamedTuple):
     pid: int
     result_pipe: Connection
     stderr: int
+    stderr_text: bytearray
     deadline_s: float
 
 
@@ -279,6 +284,7 @@ class _JobRunner:
         self._jobs = jobs
         self._token_trie = token_trie
         self._running: dict[Connection, _Job] = {}
+        self._watched: dict[int, _Job] = {}  # by the pipe of their stderr
 
     def run(self) -> None:
         """Serve until the pipe ends; then raise EOFError or OSError."""
@@ -286,12 +292,14 @@ class _JobRunner:
             while True:
                 for structure, level in self._jobs.start_jobs():
                     self._start(structure, level)
-                ready = wait([self._pipe, *self._running], self._timeout_s())
-                for connection in ready:
-                    if connection is self._pipe:
+                ready = wait([self._pipe, *self._running, *self._watched], self._timeout_s())
+                for source in ready:
+                    if source is self._pipe:
                         self._execute(self._pipe.recv())
-                    elif connection in self._running:  # a Cancel may have just removed it
-                        self._finish(self._running[connection])
+                    elif source in self._running:  # a Cancel may have just removed it
+                        self._finish(self._running[source])
+                    elif source in self._watched:
+                        self._read_stderr(self._watched[source])
                 self._kill(lambda job: job.deadline_s <= time.monotonic())
         finally:
             self._kill(lambda job: True)
@@ -333,18 +341,33 @@ class _JobRunner:
         child_pipe.close()
         os.close(stderr_write_end)
         deadline_s = time.monotonic() + MAX_WALL_S
-        self._running[result_pipe] = _Job(structure, level, pid, result_pipe, stderr, deadline_s)
+        job = _Job(structure, level, pid, result_pipe, stderr, bytearray(), deadline_s)
+        self._running[result_pipe] = self._watched[stderr] = job
 
     def _reap(self, job: _Job) -> tuple[int, bytes]:
         """Remove a process that is ending; return its exit code, or -signal, and its stderr."""
         del self._running[job.result_pipe]
         job.result_pipe.close()
         code = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
-        stderr_text = b""
-        with suppress(BlockingIOError):
-            stderr_text = os.read(job.stderr, 256)
+        self._read_stderr(job)
+        self._watched.pop(job.stderr, None)
         os.close(job.stderr)
-        return code, stderr_text
+        return code, bytes(job.stderr_text)
+
+    def _read_stderr(self, job: _Job) -> None:
+        """Read what native code has written, and abort a process whose memory ran out in it.
+
+        Rust aborts by itself, except where memory ends while a panic is described: then it waits
+        for its own lock.
+        """
+        with suppress(BlockingIOError):
+            text = os.read(job.stderr, MAX_STDERR_BYTES)
+            job.stderr_text.extend(text[: MAX_STDERR_BYTES - len(job.stderr_text)])
+            if not text:
+                self._watched.pop(job.stderr, None)
+        if job.stderr_text.startswith(RUST_OOM_PREFIX) and job.result_pipe in self._running:
+            self._watched.pop(job.stderr, None)
+            os.kill(job.pid, signal.SIGABRT)
 
     def _finish(self, job: _Job) -> None:
         """Send the result of a job that ended, or move it to the next level."""

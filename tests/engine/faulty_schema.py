@@ -35,6 +35,12 @@ def raise_memory_error(text: str) -> None:
     raise MemoryError
 
 
+def run_out_of_memory_in_a_panic(text: str) -> None:
+    """Write what Rust does, and wait for a lock that is never released, as it does then."""
+    os.write(2, b"memory allocation of 5795635 bytes failed\n")
+    signal.pause()
+
+
 class FaultySchema(str):
     """A schema whose `fault` runs in the process that reads it."""
 

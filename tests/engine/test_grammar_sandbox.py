@@ -27,6 +27,7 @@ from tests.engine.faulty_schema import (
     raise_base_exception,
     raise_key_error,
     raise_memory_error,
+    run_out_of_memory_in_a_panic,
 )
 from tests.server.local_server import TIMEOUT_S
 
@@ -134,6 +135,7 @@ def test_a_structure_that_takes_too_much_memory_is_refused_and_delays_no_other()
         (raise_base_exception, "could not be compiled: BaseException", "invalid_schema"),
         (raise_key_error, "could not be compiled: KeyError", "invalid_schema"),
         (raise_memory_error, "takes more than 16 MiB to compile", TOO_COSTLY_CODE),
+        (run_out_of_memory_in_a_panic, "takes more than 16 MiB to compile", TOO_COSTLY_CODE),
     ],
 )
 def test_an_error_names_what_ended_the_process(
@@ -146,6 +148,15 @@ def test_an_error_names_what_ended_the_process(
             compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(TIMEOUT_S)
         assert error.value.code == code
         assert compiler.check(EASY).result(TIMEOUT_S) == ONE
+
+
+def test_a_panic_that_needs_more_memory_than_the_first_level_has_is_described() -> None:
+    """llguidance slices this text inside a character. The description takes 6 MiB."""
+    schema = {"properties": {"a": {"type": "string"}}, "required": "é" * 50}
+    roomy = ONE._replace(memory_mib=256, max_waiting=1)
+    with create_compiler(ONE._replace(memory_mib=4), roomy) as compiler:
+        with pytest.raises(InvalidRequest, match="the schema cannot be used: panic"):
+            compiler.check(Structure.json_schema(schema)).result(TIMEOUT_S)
 
 
 def test_a_structure_whose_process_the_machine_ended_may_be_tried_again() -> None:
