@@ -29,9 +29,11 @@ from forge.engine import Engine
 from forge.engine_loop import (
     Abort,
     CheckedRequest,
+    CloseFilm,
     Command,
     EndSession,
     EngineStatus,
+    OpenFilm,
     Pause,
     PauseCommand,
     PauseResult,
@@ -368,6 +370,17 @@ class AsyncLLM:
         request needs more, or InvalidConfig.
         """
         await self._carry_out(Resize(next(self._ids), num_blocks, num_host_blocks))
+
+    def open_film(self) -> None:
+        """Add lines of the film to the reports of `on_step`, and soon one with the whole state.
+
+        Each line is drawn up within a fixed share of the engine's time: see forge.film.live.
+        """
+        self._host.post(OpenFilm())
+
+    def close_film(self) -> None:
+        """Add no more lines of the film to reports."""
+        self._host.post(CloseFilm())
 
     @property
     def weight_version(self) -> str:

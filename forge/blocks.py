@@ -24,7 +24,7 @@ here with BLAKE2b and a salt, so that a hash cannot be forged and salts share no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
@@ -173,6 +173,11 @@ class BlockPool:
     def num_published_blocks(self) -> int:
         """Blocks that `lookup` can find, used or cached."""
         return len(self._hash_by_block)
+
+    @property
+    def published_blocks(self) -> KeysView[int]:
+        """Blocks that `lookup` can find, used or cached, as they are at any later time too."""
+        return self._hash_by_block.keys()
 
     @property
     def free_blocks(self) -> list[int]:

@@ -54,7 +54,8 @@ from forge.weights import PartTimes, Sleeps, WeightSource
 class Engine:
     """Serves requests on one model. Not thread-safe: one thread calls everything.
 
-    recorder    receives everything that decisions depend on. May be set before the first call
+    recorder    receives everything that decisions depend on. May be set before the first call, and
+                between steps where it needs nothing that came before
     kv_events   receives the changes of the prefix cache, after each call that made some; those of a
                 call that raises come with the next ones
     proposer    replaces the proposer that `config.speculation` names

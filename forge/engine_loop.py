@@ -19,6 +19,8 @@ from typing import NamedTuple, Self, TypeAlias
 from forge.engine import Engine
 from forge.errors import EngineDead, EnginePaused, ForgeError, InvalidConfig
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
+from forge.film.attachment import FilmAttachment
+from forge.film.state import Line
 from forge.kv_publisher import KVEventCounts, KVEventPublisher
 from forge.pause import PauseMode
 from forge.request import Delta, Request, Structure
@@ -100,11 +102,28 @@ class Resize(NamedTuple):
     num_host_blocks: int | None
 
 
+class OpenFilm(NamedTuple):
+    """Command: add lines of the film to reports, and soon one with the whole state."""
+
+
+class CloseFilm(NamedTuple):
+    """Command: add no more lines."""
+
+
+FilmCommand: TypeAlias = OpenFilm | CloseFilm
+
 PauseCommand: TypeAlias = Pause | Resume | UpdateWeights | Sleep | Wake
 """A command of trainers, with its ticket. Some take seconds, in which there is no step."""
 
 Command: TypeAlias = (
-    Request | CheckedRequest | Abort | EndSession | ResetPrefixCache | Resize | PauseCommand
+    Request
+    | CheckedRequest
+    | Abort
+    | EndSession
+    | ResetPrefixCache
+    | Resize
+    | FilmCommand
+    | PauseCommand
 )
 """A value that `post` takes. A Request may take long: its structure may not be compiled yet."""
 
@@ -128,7 +147,14 @@ class _CompileFailure(NamedTuple):
 
 
 _InboxEntry: TypeAlias = (
-    _Submission | _CompileFailure | Abort | EndSession | ResetPrefixCache | Resize | PauseCommand
+    _Submission
+    | _CompileFailure
+    | Abort
+    | EndSession
+    | ResetPrefixCache
+    | Resize
+    | FilmCommand
+    | PauseCommand
 )
 
 
@@ -247,6 +273,7 @@ class StepReport(NamedTuple):
     pause_results   of each command of trainers that was carried out or refused
     oldest_post_s   time of `post`, on time.monotonic(), of the request that has waited longest for
                     its first step; None where none waits
+    film            lines of the film; none while it is closed
     """
 
     deltas: Sequence[Delta]
@@ -259,6 +286,7 @@ class StepReport(NamedTuple):
     resizes: Sequence[tuple[int, ForgeError | None]]
     pause_results: Sequence[PauseResult]
     oldest_post_s: float | None
+    film: Sequence[Line] = ()
 
 
 class _CommandResults(NamedTuple):
@@ -287,6 +315,7 @@ class EngineLoop:
         self._executors: dict[QueueLevel, ThreadPoolExecutor] = {}
         self._compiling: dict[int, Future[None]] = {}  # requests whose structure is being compiled
         self._waiting_pauses: list[int] = []  # tickets of pauses that still wait
+        self._film = FilmAttachment(engine, time.perf_counter_ns)
         self._timers = SessionTimers(engine.scheduler.sessions, engine.config.session_ttl_s)
 
     def post(self, command: Command) -> None:
@@ -388,6 +417,7 @@ class EngineLoop:
                     results.resizes,
                     results.pause_results,
                     self._oldest_post_s(),
+                    self._film.take_lines(),
                 )
             )
 
@@ -427,6 +457,10 @@ class EngineLoop:
                     results.ended_sessions.append((ticket, self._engine.end_session(key)))
                 case Resize():
                     results.resizes.append((entry.ticket, self._resize(entry)))
+                case OpenFilm():
+                    self._film.open()
+                case CloseFilm():
+                    self._film.close()
                 case Pause(ticket, mode):
                     self._engine.pause(mode)
                     self._waiting_pauses.append(ticket)

@@ -29,6 +29,10 @@ Any line may have changes of the pool since the line before, in this order:
 
 A commit also has: kept, [sequence, drafts] for each row with drafts; gained, [sequence, tokens]
 where a row gained something else than its sample or its kept drafts and one more.
+
+The lines of a server (forge.film.live) are not of every step. A plan then has `steps`, those since
+the line before, if they are several, and rows are those of the last one. It has `totals` instead of
+kept and gained: preemptions, evictions, copies, drafts, kept drafts and output tokens so far.
 Every KEYFRAME_PLANS plans a line {"key": ...} has the whole state, so a reader may start there.
 """
 
@@ -142,8 +146,8 @@ class FilmState:
             self.published = {block for block in self.published if block < num_blocks}
 
     def _free(self, seq_id: int) -> None:
-        del self.tables[seq_id], self.num_tokens[seq_id]
-        self.slots.pop(seq_id, None)
+        for each in (self.tables, self.num_tokens, self.slots):
+            each.pop(seq_id, None)  # a table that came and went between two lines is in none
         if seq_id in self.live:
             self.epochs[seq_id] += 1
 
