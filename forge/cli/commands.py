@@ -105,6 +105,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     """Serve a model over HTTP until Ctrl-C."""
     from forge.log import nonblocking_logging
     from forge.requirements import find_untested
+    from forge.server.film import FilmFeed
     from forge.server.http_server import run_server
 
     with nonblocking_logging():
@@ -120,6 +121,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         llm = settings.open_llm(AsyncLLM.spawn)
         age_after_s = process_age_s()
         config = llm.engine.config
+        film = FilmFeed(llm, settings.values["policy"]) if settings.values["film"] else None
 
         def print_banner(url: str) -> None:
             log_server_start(age_before_s, age_after_s)
@@ -137,6 +139,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
             reasoning_parser=settings.values["reasoning_parser"],
             tool_call_parser=settings.values["tool_call_parser"],
             trainer_access=trainer_access,
+            film=film,
             limits=limits,
         )
     return 0

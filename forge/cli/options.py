@@ -137,6 +137,9 @@ SERVER_OPTIONS = (
         "NAME",
     )._replace(default_text="the chat template's"),
     define_option(
+        "film", bool, False, "the page at / draws the scheduler as it runs, from GET /film"
+    ),
+    define_option(
         "admin_key",
         str,
         None,

@@ -97,7 +97,7 @@ class State {
   }
 
   free(seq) {
-    this.drop(this.tables.get(seq));
+    this.drop(this.tables.get(seq) || []); // a table that came and went between two lines
     this.tables.delete(seq);
     this.numTokens.delete(seq);
     this.slots.delete(seq);
@@ -142,6 +142,7 @@ class State {
 class Film {
   constructor(header) {
     this.header = header;
+    this.isLive = header.clock === "live"; // its lines have totals, and may be of several steps
     this.lines = [];
     this.frames = [];
     this.requests = new Map();
@@ -163,11 +164,13 @@ class Film {
     if (line.key) {
       if (this.lines.length === 1) state.apply(line);
       this.adopt(line.key);
+      this.baseTotals ??= line.totals;
       return;
     }
     if (line.at !== undefined) this.endUs = Math.max(this.endUs, line.at);
     if ("arrive" in line) this.arrive(line);
     if ("refused" in line) this.refusals.push(line);
+    if (line.totals) this.addTotals(line.totals);
     const starts = "plan" in line ? this.starts(line) : null;
     state.apply(line);
     if (starts) this.addFrame(line, starts);
@@ -224,9 +227,7 @@ class Film {
       for (const [seq, slot] of state.slots) if (!planned.has(seq)) idle.push([seq, slot]);
     }
     const total = this.total;
-    total.preempted += (line.preempted || []).length;
-    total.evicted += (line.evict || []).length;
-    total.copies += (line.copies || []).length;
+    if (!this.isLive) this.countEvents(line);
     total.again += tokens[AGAIN];
     if (state.live.size) {
       const limit = state.wait ? state.wait[0] || "commit" : "none waits";
@@ -241,6 +242,19 @@ class Film {
     if (this.frames.length % SNAPSHOT_PLANS === 1) this.snapshots.push(state.clone());
   }
 
+  countEvents(line) {
+    this.total.preempted += (line.preempted || []).length;
+    this.total.evicted += (line.evict || []).length;
+    this.total.copies += (line.copies || []).length;
+  }
+
+  // Sets the figures of a live film to those since its first line.
+  addTotals(totals) {
+    ["preempted", "evicted", "copies", "drafts", "kept", "output"].forEach((name, i) => {
+      this.total[name] = totals[i] - this.baseTotals[i];
+    });
+  }
+
   commit(line) {
     const frame = this.byStep.get(line.done);
     if (!frame) return;
@@ -252,6 +266,7 @@ class Film {
     frame.done = this.lastDoneUs = line.at;
     const kept = new Map(line.kept || []), gained = new Map(line.gained || []);
     if (line.kept) frame.kept = kept;
+    if (this.isLive) return;
     for (const row of frame.rows) {
       let count = row.samples ? (row.drafts ? (kept.get(row.seq) || 0) + 1 : 1) : 0;
       if (gained.has(row.seq)) count = gained.get(row.seq);

@@ -6,6 +6,11 @@ const FIGURES = ["Step", "Time", "Rows, tokens", "Blocks used, cached, empty", "
 const MINE = ["My request", "Arrived, first token", "Tokens, mean and longest ITL", "Blocks, positions", "Preempted"];
 const EVENT = (line) => ["arrive", "refused", "left", "admitted", "preempted", "ended", "copies", "evict", "void", "reset", "resize", "pause", "resume"]
   .some((name) => name in line);
+const CLOCKS = {
+  virtual: "times of a simulation",
+  host: "times of the host: a step lasts from its plan, or the commit before, to its commit",
+  live: "times of the host; several steps may be one, drawn as the last of them",
+};
 const QUEUE_LENGTH = 14;
 const REFRESH_MS = 300;
 
@@ -25,9 +30,13 @@ function positionOf(index) {
   return film.frameAt(active.timeOf(page.at));
 }
 
-function start() {
+// Shows films, instead of those that were shown before.
+function start(films) {
   const template = document.getElementById("film");
-  for (const script of document.querySelectorAll("script.film-lines")) page.films.push(parseFilm(script.textContent));
+  document.getElementById("films").replaceChildren();
+  page.films = films;
+  page.views = [];
+  page.latencies.clear();
   for (const film of page.films) {
     const section = template.content.firstElementChild.cloneNode(true);
     document.getElementById("films").append(section);
@@ -43,13 +52,13 @@ function start() {
   const header = page.films[0].header;
   document.getElementById("facts").textContent = `${header.policy}, ${header.blocks} blocks of ${header.block_size} tokens, `
     + `${header.slots} slots, ${header.budget} tokens a step, depth ${header.depth}; forge ${header.forge}, `
-    + (header.clock === "virtual" ? "times of a simulation" : "times of the host: a step lasts from its plan, or the commit before, to its commit");
+    + CLOCKS[header.clock];
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) document.getElementById("speed").value = "-2";
   page.ink = colours();
   page.spanUs = defaultSpan();
   document.getElementById("slider").max = filmNow().length;
+  page.views.forEach(listenToView);
   readAddress();
-  listen();
   draw();
 }
 
@@ -84,6 +93,7 @@ function describeEvents(film, at) {
   const texts = [];
   const name = (seq) => `${film.label(seq)}`;
   for (const line of film.linesOf(at)) {
+    if (line.steps) texts.push(`${line.steps} steps since the frame before`);
     if ("arrive" in line) texts.push(`${line.arrive} arrives: ${line.prompt} prompt tokens, ${line.output ?? "any number"} of output`);
     if ("refused" in line) texts.push(`${line.refused} refused: ${line.why}`);
     if ("left" in line) texts.push(`the client of ${line.left} leaves`);
@@ -155,12 +165,12 @@ function figures(film, at) {
   const sum = Object.values(total.limits).reduce((a, b) => a + b, 0);
   const limits = Object.entries(total.limits).sort((a, b) => b[1] - a[1]).map(([name, count]) => `${name} ${Math.round((100 * count) / sum)} %`);
   const values = [
-    at < film.length ? `${frame.step} of ${film.length}` : `the end, after ${film.length}`, formatUs(us),
+    film.isLive ? (frame ? `${frame.step}` : "now") : at < film.length ? `${frame.step} of ${film.length}` : `the end, after ${film.length}`, formatUs(us),
     frame ? `${frame.rows.length}, ${frame.tokens.reduce((a, b) => a + b, 0)} of ${film.header.budget}` : "–",
     `${used}, ${cached}, ${empty} of ${state.numBlocks}`, next,
     film.header.host_blocks ? `${state.host}, ${state.disk}` : null,
-    `${total.preempted}, ${total.evicted}, ${total.copies}`, `${total.again}`,
-    total.drafts ? `${total.kept} of ${total.drafts}` : null, `${total.output}`, pair(ttft), pair(itl), limits.join(", "),
+    `${total.preempted}, ${total.evicted}, ${total.copies}`, film.isLive ? null : `${total.again}`,
+    total.drafts ? `${total.kept} of ${total.drafts}` : null, `${total.output}`, film.isLive ? null : pair(ttft), film.isLive ? null : pair(itl), limits.join(", "),
   ];
   return FIGURES.map((name, i) => [name, values[i]]).concat(mineFigures(film, state, us)).filter(([, value]) => value !== null);
 }
@@ -175,8 +185,8 @@ function mineFigures(film, state, us) {
   const mean = gaps.length ? gaps.reduce((a, b) => a + b, 0) / gaps.length : NaN;
   return [
     ["My request", `${film.label(page.mine)}: ${stage}`],
-    ["Arrived, first token", `${request.at === null ? "before" : formatUs(request.at)}, ${times.length && request.at !== null ? `after ${formatUs(times[0] - request.at)}` : "–"}`],
-    ["Tokens, mean and longest ITL", `${times.length}, ${formatUs(mean)}, ${formatUs(gaps.length ? Math.max(...gaps) : NaN)}`],
+    ["Arrived, first token", film.isLive ? null : `${request.at === null ? "before" : formatUs(request.at)}, ${times.length && request.at !== null ? `after ${formatUs(times[0] - request.at)}` : "–"}`],
+    ["Tokens, mean and longest ITL", film.isLive ? null : `${times.length}, ${formatUs(mean)}, ${formatUs(gaps.length ? Math.max(...gaps) : NaN)}`],
     ["Blocks, positions", table ? `${table.length}, ${state.numTokens.get(page.mine)}` : "none"],
     ["Preempted", isLive ? `${state.epochs.get(page.mine)} times` : "–"],
   ];
@@ -308,7 +318,7 @@ function press(key, shift) {
 
 function listen() {
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input[type=text], select")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input:not([type=range]), select")) return;
     if (event.key === " " && event.target.closest?.("button")) return;
     if (press(event.key, event.shiftKey)) event.preventDefault();
   });
@@ -330,21 +340,22 @@ function listen() {
     const endUs = Math.max(...page.films.map((film) => film.endUs));
     go(filmNow().frameAt((event.offsetX / event.target.clientWidth) * endUs));
   });
-  page.views.forEach((view, index) => {
-    view.find(".pool").addEventListener("click", (event) => {
-      const { size, columns, owner } = view.layout;
-      const seq = owner[Math.floor(event.offsetY / size) * columns + Math.floor(event.offsetX / size)];
-      if (seq >= 0) choose(seq);
-    });
-    view.find(".slots").addEventListener("click", (event) => {
-      const slot = Math.floor(event.offsetY / view.layout.rowHeight);
-      for (const [seq, each] of page.films[index].seek(positionOf(index)).slots) if (each === slot) choose(seq);
-    });
-    view.find(".queue").addEventListener("click", (event) => {
-      if (event.target.dataset.seq) choose(Number(event.target.dataset.seq));
-    });
-  });
   window.addEventListener("hashchange", () => { readAddress(); draw(); });
   window.addEventListener("resize", () => draw());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { page.ink = colours(); draw(); });
+}
+
+function listenToView(view, index) {
+  view.find(".pool").addEventListener("click", (event) => {
+    const { size, columns, owner } = view.layout;
+    const seq = owner[Math.floor(event.offsetY / size) * columns + Math.floor(event.offsetX / size)];
+    if (seq >= 0) choose(seq);
+  });
+  view.find(".slots").addEventListener("click", (event) => {
+    const slot = Math.floor(event.offsetY / view.layout.rowHeight);
+    for (const [seq, each] of page.films[index].seek(positionOf(index)).slots) if (each === slot) choose(seq);
+  });
+  view.find(".queue").addEventListener("click", (event) => {
+    if (event.target.dataset.seq) choose(Number(event.target.dataset.seq));
+  });
 }

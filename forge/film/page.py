@@ -21,6 +21,7 @@ from typing import Any
 from forge.film.state import Line
 
 SCRIPTS = ("fold.js", "draw.js", "page.js", "selftest.js")
+NO_NETWORK = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:"
 
 
 def encode_line(line: Line) -> str:
@@ -35,7 +36,6 @@ def build_page(
 
     checks   what the page compares itself with at #selftest
     """
-    css, js = _read("page.css"), "\n".join(map(_read, SCRIPTS))
     data = [
         f'<script type="application/x-ndjson" class="film-lines">\n{text}\n</script>'
         for text in ("\n".join(map(encode_line, film)) for film in films)
@@ -44,18 +44,23 @@ def build_page(
         data.append(
             f'<script type="application/json" id="checks">{encode_line({**checks})}</script>'
         )
-    policy = (
-        f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
-        f"style-src '{_digest(css)}'; script-src '{_digest(js)}'"
-    )
-    parts = {
-        "policy": policy,
-        "title": escape(title),
-        "css": css,
-        "films": "\n".join(data),
-        "js": js,
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _read("page.html"))
+    page, _ = _join_parts(title, "\n".join(data), (*SCRIPTS, "file.js"), NO_NETWORK)
+    return page
+
+
+def build_live_page(title: str) -> tuple[str, str]:
+    """Return the page that reads its film from /film, and its content security policy."""
+    parts = _read("live.html"), (*SCRIPTS, "live.js"), f"{NO_NETWORK}; connect-src 'self'"
+    return _join_parts(title, *parts)
+
+
+def _join_parts(title: str, films: str, scripts: Sequence[str], policy: str) -> tuple[str, str]:
+    """Return a page of these films and scripts, and the policy with the digests of its code."""
+    css, js = _read("page.css"), "\n".join(map(_read, scripts))
+    policy = f"{policy}; style-src '{_digest(css)}'; script-src '{_digest(js)}'"
+    parts = {"policy": policy, "title": escape(title), "css": css, "films": films, "js": js}
+    page = re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _read("page.html"))
+    return page, policy
 
 
 def _read(name: str) -> str:

@@ -52,6 +52,7 @@ from forge.server.errors import (
     APIError,
     engine_dead_error,
 )
+from forge.server.film import FilmFeed
 from forge.server.home import HomeEndpoint
 from forge.server.json_route import handle_json
 from forge.server.messages_api.endpoints import MessagesEndpoints
@@ -91,6 +92,7 @@ def create_app(
     reasoning_parser: str | None = None,
     tool_call_parser: str | None = None,
     trainer_access: TrainerAccess | None = None,
+    film: FilmFeed | None = None,
 ) -> Starlette:
     """Build the server's application on this engine, which it closes at its shutdown.
 
@@ -102,6 +104,7 @@ def create_app(
     reasoning_parser    name of the format of reasoning; default: the chat template's
     tool_call_parser    name of the format of tool calls; default: the chat template's
     trainer_access      key and files of the routes of trainers; None: there are no such routes
+    film                feed of the engine's film, which is then the page at /; None: there is none
 
     Raises InvalidConfig for an unknown name of a format.
     """
@@ -132,7 +135,7 @@ def create_app(
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/healthz", endpoints.health, methods=["GET"]),
-            *HomeEndpoint(served_model.name).routes(),
+            *(HomeEndpoint(served_model.name) if film is None else film).routes(),
             *ResponsesEndpoints(queue, served_model, formats, tenants.count).routes(),
             *MessagesEndpoints(queue, served_model, formats).routes(),
             *SessionEndpoints(llm).routes(),
@@ -148,6 +151,7 @@ def create_app(
                 tenants=tenants,
                 admin_keys=admin_keys,
                 admin_paths=ADMIN_PATHS if admin_keys else (),
+                keyless_paths=() if film is None else ("/",),
                 hosts=hosts,
                 on_response=metrics.stats.count_response,
             )

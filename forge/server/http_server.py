@@ -35,6 +35,7 @@ from forge.errors import EngineDead, InvalidConfig
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.server.app import COUNT_RESPONSE, create_app
 from forge.server.connection import SEND_BUFFER_BYTES, HTTPConnection, OpenConnections
+from forge.server.film import FilmFeed
 from forge.server.middleware import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
 from forge.trainer_access import TrainerAccess
 
@@ -67,6 +68,7 @@ def run_server(
     reasoning_parser: str | None = None,
     tool_call_parser: str | None = None,
     trainer_access: TrainerAccess | None = None,
+    film: FilmFeed | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. The engine is closed at the end, also after an error.
 
@@ -91,6 +93,7 @@ def run_server(
                 reasoning_parser=reasoning_parser,
                 tool_call_parser=tool_call_parser,
                 trainer_access=trainer_access,
+                film=film,
             )
             HTTPServer(app, llm, on_ready, limits).run(sockets=[socket_])
     finally:

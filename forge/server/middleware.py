@@ -61,6 +61,7 @@ class SecurityMiddleware:
     tenants       API keys, of which a request outside PUBLIC_PATHS needs one; its state has the
                   `tenant`
     admin_keys    keys of `admin_paths`, which no other path takes; None: there are no such paths
+    keyless_paths paths that need no key, and have all other checks
     on_response   called with the status of every response
     """
 
@@ -72,12 +73,14 @@ class SecurityMiddleware:
         on_response: Callable[[int], None] = lambda status: None,
         admin_keys: Tenants | None = None,
         admin_paths: Collection[str] = (),
+        keyless_paths: Collection[str] = (),
     ) -> None:
         self._app = app
         self._on_response = on_response
         self._tenants = tenants
         self._admin_keys = admin_keys
         self._admin_paths = frozenset(admin_paths)
+        self._keyless_paths = frozenset(keyless_paths)
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,6 +168,8 @@ class SecurityMiddleware:
 
     def _key_error(self, scope: Scope) -> APIError | None:
         """Put the tenant into the request's state; return the error of a request without a key."""
+        if scope["path"] in self._keyless_paths:
+            return None
         keys = self._tenants
         if scope["path"] in self._admin_paths and self._admin_keys is not None:
             keys = self._admin_keys

@@ -11,13 +11,10 @@ from itertools import count
 
 import pytest
 
-from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.film.attachment import FilmAttachment
 from forge.film.live import LiveFilm
 from forge.film.state import FilmState, Line
 from forge.models.hash import HashModel
-from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import StepPlan
 from tests.core.worlds import RandomWorld, RecordingModel, build_engine, draw_world, run_world
