@@ -30,11 +30,6 @@ async function connect() {
   } catch (error) {
     if (!stop.signal.aborted) say(`The connection is lost: ${error.message}`);
   }
-  if (location.hash === "#selftest" && live.film) {
-    const { film } = live, state = JSON.parse(canonicalState(film, film.length));
-    drawLive();
-    writeSelfTest({ state, frames: film.length, steps: film.frames.at(-1)?.step, output: film.total.output, errors: page.errors, violations: page.violations });
-  }
 }
 
 function receive(line) {

@@ -5,10 +5,12 @@ Owns the command line. Tests without Chromium are skipped, unless FORGE_REQUIRE_
 
 from __future__ import annotations
 
+import fcntl
 import html
 import json
 import os
 import re
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 TIMEOUT_S = 120
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run")
 
 
 def find_chromium() -> str | None:
@@ -38,15 +41,76 @@ def require_chromium() -> str:
 
 def run_chromium(chromium: str, profile: Path, *arguments: str) -> str:
     """Run Chromium without a window, and return what it printed."""
-    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run")
     found = subprocess.run(
-        [chromium, *flags, f"--user-data-dir={profile}", *arguments],
+        [chromium, *FLAGS, f"--user-data-dir={profile}", *arguments],
         check=True,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     return found.stdout
+
+
+class OpenPage:
+    """A page in Chromium, over the pipe of its DevTools protocol: messages of JSON end with 0."""
+
+    def __init__(self, chromium: str, profile: Path, address: str) -> None:
+        commands, self._commands = os.pipe()
+        self._answers, answers = os.pipe()
+
+        def set_descriptors() -> None:
+            """Let Chromium read descriptor 3 and write descriptor 4, as its protocol has it."""
+            copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (commands, answers)]
+            for descriptor, copy in zip((3, 4), copies, strict=True):
+                os.dup2(copy, descriptor)
+
+        self._process = subprocess.Popen(
+            [chromium, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            preexec_fn=set_descriptors,
+            pass_fds=(3, 4),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(commands)
+        os.close(answers)
+        self._rest = b""
+        self._num_calls = 0
+        target = self._call("Target.createTarget", url=address)["targetId"]
+        attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of an expression, or of its promise."""
+        call = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        answer = self._call("Runtime.evaluate", self._session, **call)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def close(self) -> None:
+        """End Chromium."""
+        os.close(self._commands)
+        self._process.kill()
+        self._process.wait(TIMEOUT_S)
+        os.close(self._answers)
+
+    def _call(self, method: str, session: dict[str, str] | None = None, **params: Any) -> Any:
+        self._num_calls += 1
+        command = {"id": self._num_calls, "method": method, "params": params, **(session or {})}
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
+        while True:
+            message = json.loads(self._read_message())
+            if message.get("id") == self._num_calls:
+                assert "error" not in message, message
+                return message["result"]
+
+    def _read_message(self) -> bytes:
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._answers], [], [], TIMEOUT_S)
+            assert ready, "Chromium does not answer"
+            data = os.read(self._answers, 2**16)
+            assert data, "Chromium has ended"
+            self._rest += data
+        message, _, self._rest = self._rest.partition(b"\0")
+        return message
 
 
 def run_selftest(chromium: str, page: Path, profile: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,30 @@ from forge.async_llm import AsyncLLM
 from forge.film.state import FilmState, Line
 from forge.request import SamplingParams
 from forge.server.app import create_app
-from forge.server.film import MAX_READERS, FilmFeed
+from forge.server.film import MAX_READERS, POLL_INTERVAL_S, FilmFeed
 from forge.server.http_server import create_listener
-from tests.film.chromium import require_chromium, run_chromium
+from tests.film.chromium import OpenPage, require_chromium
 from tests.film.engine_checks import engine_state
 from tests.film.test_live import assert_fold_is_the_engine
-from tests.server.local_server import TIMEOUT_S, serve_app, wait_until
+from tests.server.local_server import TIMEOUT_S, ManualClockLoop, serve_app, wait_until
 from tests.server.test_server import RunningServer
 
 SIZES = {"num_blocks": 96, "block_size": 4, "max_num_seqs": 16, "max_model_len": 256}
 PROMPTS = [f"{number} waits in line" for number in range(64)]
 BODY = {"prompt": PROMPTS, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+STATUS = "document.getElementById('connection')?.textContent"
 KEY = {"authorization": "Bearer key"}
 
 
 @contextmanager
 def open_film_server(
-    kind: Callable[..., AsyncLLM] = AsyncLLM, **options: Any
+    kind: Callable[..., AsyncLLM] = AsyncLLM, clock: ManualClockLoop | None = None, **options: Any
 ) -> Iterator[RunningServer]:
     """Serve an engine with a film, whose pool is too small for 16 sequences, until the end."""
     llm = kind("hash", **{**SIZES, **options})
     with create_listener("127.0.0.1", 0, ()) as socket_:
         app = create_app(llm, served_model_name="hash", film=FilmFeed(llm, "fcfs"))
-        with serve_app(llm, app, socket_) as (url, client):
+        with serve_app(llm, app, socket_, clock=clock) as (url, client):
             yield RunningServer(url, llm, client)
 
 
@@ -160,6 +161,17 @@ def test_a_page_that_reads_too_slowly_is_dropped_and_the_outputs_are_the_same() 
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
 
 
+def test_a_stream_ends_with_its_engine() -> None:
+    clock = ManualClockLoop()
+    with open_film_server(clock=clock) as server, server.client.stream("GET", "/film") as answer:
+        lines = answer.iter_lines()
+        assert '"film":1' in next(lines)
+        server.llm.close()
+        clock.advance_and_wait(POLL_INTERVAL_S)
+        rest = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(rest[-1][6:]) == {"end": "the engine has ended"}
+
+
 def test_no_more_pages_read_than_the_limit() -> None:
     with open_film_server() as server:
         llm = server.llm
@@ -212,25 +224,33 @@ def test_keys_hosts_and_the_page_without_and_with_a_film() -> None:
 
 @pytest.mark.long
 def test_the_live_page_in_a_browser_has_the_state_of_the_engine(tmp_path: Path) -> None:
-    chromium, doms = require_chromium(), list[str]()
+    chromium = require_chromium()
     with open_film_server() as server:
         scheduler = server.llm.engine.scheduler
         server.post_completion(**BODY)
-        flags = ("--dump-dom", "--virtual-time-budget=60000", f"{server.url}/#selftest")
-        profile = tmp_path / "profile"
-        browser = threading.Thread(
-            target=lambda: doms.append(run_chromium(chromium, profile, *flags))
-        )
-        browser.start()
-        wait_until(lambda: server.llm.engine.recorder is not None)
-        server.post_completion(**BODY)
-        server.llm.close()
-        browser.join(TIMEOUT_S)
-        state = engine_state(scheduler)
-    found = re.search(r'<pre id="selftest">(.*?)</pre>', doms[0], re.DOTALL)
-    assert found is not None, doms[0][:2000]
-    result = json.loads(html.unescape(found[1]))
-    assert (result["errors"], result["violations"]) == ([], [])
-    assert result["state"] == json.loads(json.dumps(state))
-    assert result["frames"] > 3
-    assert result["output"] == len(PROMPTS) * BODY["max_tokens"]  # type: ignore[operator]
+        with closing(OpenPage(chromium, tmp_path / "profile", f"{server.url}/")) as page:
+            wait_until(lambda: server.llm.engine.recorder is not None)
+            server.post_completion(**BODY)
+            state = json.dumps(engine_state(scheduler), separators=(",", ":"))
+            fold = "live.film?.lines.length && canonicalState(live.film, live.film.length)"
+            wait_until(lambda: page.evaluate(fold) == state)
+            page.evaluate("drawLive()")
+            assert page.evaluate("[page.errors, page.violations]") == [[], []]
+            assert page.evaluate("live.film.length") > 3
+            num_output = len(PROMPTS) * 12
+            assert page.evaluate("live.film.total.output") == num_output
+
+
+@pytest.mark.long
+def test_the_live_page_sends_the_key_that_is_typed_into_it(tmp_path: Path) -> None:
+    chromium = require_chromium()
+    llm = AsyncLLM("hash", **SIZES)
+    with create_listener("127.0.0.1", 0, ()) as socket_:
+        app = create_app(llm, api_keys=("key",), film=FilmFeed(llm, "fcfs"))
+        with serve_app(llm, app, socket_) as (url, _):
+            with closing(OpenPage(chromium, tmp_path / "profile", f"{url}/")) as page:
+                wait_until(lambda: page.evaluate(STATUS) == "This server needs an API key.")
+                page.evaluate("document.getElementById('key').value = 'key'")
+                page.evaluate("document.getElementById('connect').click()")
+                wait_until(lambda: page.evaluate("live.film?.lines.length") == 1)
+                assert page.evaluate("[page.errors, page.violations]") == [[], []]
