@@ -38,6 +38,7 @@ FOREIGN = {
     "JSON Schema": "uniqueItems",
     "Caddy, nginx": "header_up http_host proxy_set_header",
     "Kubernetes": "preStop",
+    "browsers": "EventSource",
     "HuggingFace": "Qwen/Qwen3-0.6B models/Qwen3-0.6B im_end",
     "LiteLLM": "hosted_vllm/ hosted_vllm/hash openai/ text-completion-openai/hash",
     "llm": "extra-openai-models.yaml",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.film.attachment import FilmAttachment
+from forge.film_attachment import FilmAttachment
 from forge.models.hash import HashModel
 from forge.request import Request, SamplingParams
 from forge.seam import PendingStep, StepPlan

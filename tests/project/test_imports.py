@@ -53,6 +53,7 @@ LLM_AND_BELOW = (
     | HOSTS
     | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
     | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
+    | {"film.*", "film_attachment", "recorder_pair"}
     | {"models.*", "llm", "async_llm", "rank_start", "ranks.*", "replay_run"}
 )
 
@@ -144,8 +145,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "tier_status": {"scheduler"},
     "engine_loop": {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
-        *("kv_publisher", "pause", "tier_status", "weights"),
+        *("film.*", "film_attachment", "kv_publisher", "pause", "tier_status", "weights"),
     },
+    "recorder_pair": {"engine", "pause", "request", "seam", "sessions"},
+    "film_attachment": {"engine", "film.*", "recorder_pair"},
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
     | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"}
@@ -176,7 +179,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "__init__": LLM_AND_BELOW,
     "__main__": set(),
     "sim.*": LLM_AND_BELOW
-    | {"__init__", "cli.*", "film.*", "invariants", "limits", "routing.*", "server.*", "sim.*"},
+    | {"__init__", "cli.*", "invariants", "limits", "routing.*", "server.*", "sim.*"},
     "bench.*": LLM_AND_BELOW
     | {"__init__", "bench.*", "cli.*", "limits", "ray.*", "routing.*", "server.*", "sim.*"},
 }
