@@ -19,8 +19,8 @@ from typing import NamedTuple, Self, TypeAlias
 from forge.engine import Engine
 from forge.errors import EngineDead, EnginePaused, ForgeError, InvalidConfig
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
-from forge.film_attachment import FilmAttachment
 from forge.film.state import Line
+from forge.film_attachment import FilmAttachment
 from forge.kv_publisher import KVEventCounts, KVEventPublisher
 from forge.pause import PauseMode
 from forge.request import Delta, Request, Structure

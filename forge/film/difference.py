@@ -93,6 +93,8 @@ def add_tables(line: Line, state: FilmState, scheduler: Scheduler, plan: StepPla
 
 def num_common(before: list[int], after: list[int]) -> int:
     """Return the length of the longest common beginning."""
+    if after[: len(before)] == before:  # most tables have grown
+        return len(before)
     for index, (one, other) in enumerate(zip(before, after, strict=False)):
         if one != other:
             return index

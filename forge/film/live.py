@@ -2,11 +2,11 @@
 
 Owns the state that the pages have, and when the next line is due. Knows no page, socket or thread.
 A line costs a loop over all live sequences. So a line that took 0.4 ms is followed by none for
-80 ms: the steps meanwhile are merged into the next one, which says how many they are.
+160 ms: the steps meanwhile are merged into the next one, which says how many they are.
 
     step     0      1      2      3      4      5
     line    plan 0                plan 3 (steps: 3)       compared with the line before
-             └──── 1 / SHARE times its cost ───┘
+             └── its cost / SHARE ──┘
 
 Always true: after each line with a plan, the lines fold to the pool, table for table, as they do
 in forge.film.recorder. Between two lines only counts and events are kept. The engine has this
@@ -25,7 +25,7 @@ from forge.scheduler import Scheduler
 from forge.seam import StepOutput, StepPlan
 from forge.sessions import SessionKey
 
-SHARE = 0.005
+SHARE = 0.0025
 """Most of the engine's time that lines take."""
 
 
@@ -148,12 +148,11 @@ class LiveFilm:
     def record_commit(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
         """Count the tokens, keep the ends, and write when the plan of the last line ended."""
         self._has_changed = True
-        num_output = 0
-        for delta in deltas:
-            num_output += len(delta.tokens)
-            if delta.finish is not None:
-                self._reasons[delta.request_id, delta.choice] = delta.finish
-        self._num_output += num_output
+        # Comprehensions take half the time of a loop, and each step has one delta a row.
+        self._num_output += sum([len(delta.tokens) for delta in deltas])
+        for delta in [delta for delta in deltas if delta.finish is not None]:
+            assert delta.finish is not None
+            self._reasons[delta.request_id, delta.choice] = delta.finish
         if output.step == self._plan_of_line:
             self._lines.append({"done": output.step, "at": self._now_us()})
 
