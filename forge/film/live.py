@@ -150,9 +150,11 @@ class LiveFilm:
         self._has_changed = True
         # Comprehensions take half the time of a loop, and each step has one delta a row.
         self._num_output += sum([len(delta.tokens) for delta in deltas])
-        for delta in [delta for delta in deltas if delta.finish is not None]:
-            assert delta.finish is not None
-            self._reasons[delta.request_id, delta.choice] = delta.finish
+        self._reasons |= {
+            (delta.request_id, delta.choice): delta.finish
+            for delta in deltas
+            if delta.finish is not None
+        }
         if output.step == self._plan_of_line:
             self._lines.append({"done": output.step, "at": self._now_us()})
 
