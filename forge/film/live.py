@@ -26,7 +26,9 @@ from forge.seam import StepOutput, StepPlan
 from forge.sessions import SessionKey
 
 SHARE = 0.0025
-"""Most of the engine's time that lines take."""
+"""Most of the engine's time that lines take, while one takes at most SHARE * MAX_PAUSE_NS."""
+MAX_PAUSE_NS = 10**9
+"""Longest time between lines: a machine that was busy during one delays the next no longer."""
 
 
 class LiveFilm:
@@ -183,7 +185,8 @@ class LiveFilm:
             self._lines.append({**state.keyframe(), **facts})
         self._clear_events()
         end_ns = self._clock()
-        self._due_ns = end_ns + int((end_ns - start_ns) * (1 / self._share - 1))
+        pause_ns = int((end_ns - start_ns) * (1 / self._share - 1))
+        self._due_ns = end_ns + min(pause_ns, MAX_PAUSE_NS)
 
     def _totals(self) -> list[int]:
         """Return preemptions, evictions, copies, drafts, kept drafts and output tokens."""

@@ -12,11 +12,12 @@ from itertools import count
 import pytest
 
 from forge.engine import Engine
+from forge.film.difference import add_rows
 from forge.film.live import LiveFilm
 from forge.film.state import FilmState, Line
 from forge.models.hash import HashModel
 from forge.scheduler import Scheduler
-from forge.seam import StepPlan
+from forge.seam import Row, StepPlan
 from tests.core.worlds import RandomWorld, RecordingModel, build_engine, draw_world, run_world
 
 
@@ -113,3 +114,26 @@ def test_a_live_film_of_a_random_world_folds_to_the_engine(seeds: range, share: 
     more = ("wait", "preempted", "copies", "resize", "reset", "void", "late fold")
     assert not [name for name in (*names, *more) if not reached[name]]
     assert bool(reached["steps"]) == (share < 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_merged_steps_lose_no_event(seed: int) -> None:
+    world = draw_world(seed)
+    names = ("admitted", "preempted", "copies", "ended")
+    each, merged = (film_world(world, share, join_step=-1).lines for share in (1.0, 0.2))
+    for name in names:
+        events = [event for line in each for event in line.get(name, ())]
+        found = [event for line in merged for event in line.get(name, ())]
+        assert sorted(found) == sorted(events) and (events or name in ("copies", "preempted"))
+
+
+def test_a_row_of_one_token_after_a_preemption_names_its_slot() -> None:
+    """A table that was freed and opened again at the same length: the reader has forgotten it."""
+    state = FilmState({"blocks": 4, "next": 0})
+    state.slots[7], state.num_tokens[7], state.plan_seq_ids = 0, 5, [7]
+    row = Row(7, 0, 0, 5, (1,), num_samples=1)
+    plan = StepPlan(3, (row,), 4, 4)
+    for freed, rows in (({}, None), ({"free": [7]}, [[7, 0, 5, 1, 0, 1]])):
+        line: Line = dict(freed)
+        add_rows(line, state, plan)
+        assert line.get("rows") == rows
