@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.engine import Recorder
 from forge.pause import PauseMode
+from forge.recorder import Recorder
 from forge.request import Delta, Request
 from forge.seam import StepOutput, StepPlan
 from forge.sessions import SessionKey

@@ -36,7 +36,7 @@ from forge.server.errors import APIError, ClientDisconnected, engine_dead_error
 from forge.server.generation import run_until_disconnect
 from forge.server.home import HEADERS
 from forge.server.middleware import SHUTTING_DOWN
-from forge.server.sse import EventStream
+from forge.server.sse import EventStream, encode_event
 
 MAX_READERS = 8
 """Pages that read at the same time. Each one that joins costs the engine a line."""
@@ -183,8 +183,8 @@ class FilmFeed:
 
 
 def encode_line(line: Line) -> str:
-    """Return a line as the data of an event."""
-    return json.dumps(line, separators=(",", ":"))
+    """Return a line as an event."""
+    return encode_event(json.dumps(line, separators=(",", ":")))
 
 
 class _FilmStream(Response):
@@ -206,10 +206,10 @@ class _FilmStream(Response):
             self._feed.leave(reader)
 
     async def _write(self, events: EventStream, reader: _Reader, scope: Scope) -> None:
-        await events.send_event(encode_line(self._feed.header()))
+        await events.send(encode_line(self._feed.header()))
         while (end := self._feed.end_reason(reader, scope)) is None:
             for line in await reader.next_lines():
-                await events.send_event(line)
+                await events.send(line)
                 reader.count_sent(line)
-        await events.send_event(encode_line({"end": end}))
+        await events.send(encode_line({"end": end}))
         await events.end()

@@ -147,7 +147,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
         *("film.*", "film_attachment", "kv_publisher", "pause", "tier_status", "weights"),
     },
-    "recorder_pair": {"engine", "pause", "request", "seam", "sessions"},
+    "recorder_pair": {"pause", "recorder", "request", "seam", "sessions"},
     "film_attachment": {"engine", "film.*", "recorder_pair"},
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
