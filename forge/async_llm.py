@@ -408,7 +408,7 @@ class AsyncLLM:
         Without a pause, open requests go on with the new weights, as with `PauseMode.KEEP`.
 
         source    with a spawned engine, anything but tensors of this process
-        version   name of the weights in later outputs; None: the number of updates
+        version   name of the weights in later outputs; None: the next number
         Raises InvalidWeights for a source that does not match; nothing has changed then.
         """
         if isinstance(source, NamedWeights) and isinstance(self._host, EngineProcess):

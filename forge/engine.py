@@ -147,7 +147,10 @@ class Engine:
         if self.is_ending(request.id):
             raise DuplicateRequest("id", f"request {request.id} is still ending", "Use a new id")
         if self.pause_state.mode is not None:
-            self.pause_state.hold(request, self.scheduler.requests)
+            structure, grammar = request.params.structure, None
+            if structure is not None:  # `resume` would compile it on this thread
+                grammar = self.grammar_backend.compiled_grammar(structure)
+            self.pause_state.hold(request, self.scheduler.requests, grammar)
             return
         self.scheduler.add(request)
         if self.recorder is not None:
@@ -175,7 +178,7 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End the request's open choices at the next step. Unknown and ended ids change nothing."""
-        held = self.pause_state.held_requests.pop(request_id, None)
+        held = self.pause_state.release(request_id)
         if held is not None:
             self._end_held(held, FinishReason.ABORT, None)
             return
@@ -283,6 +286,7 @@ class Engine:
                 self.submit(request)
             except ForgeError as error:  # the pool was resized meanwhile
                 self._end_held(request, FinishReason.ERROR, str(error))
+            self.pause_state.release(request.id)
 
     def update_weights(
         self, source: WeightSource, version: str | None = None, *, namespace: str
@@ -292,7 +296,7 @@ class Engine:
         Open requests go on with the new weights: their tokens stay, and all keys and values are
         computed again. No block of before is used by a later request, in any tier.
 
-        version     name of the weights; None: the number of updates
+        version     name of the weights; None: the next number
         namespace   replaces `EngineConfig.cache_namespace`; each update needs a new one, since
                     files outlive the engine
         Raises InvalidWeights or InvalidConfig for a source that does not match, EnginePaused while
@@ -399,6 +403,7 @@ class Engine:
                 self._in_flight.launch(plan, self.model)
             if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
                 ready = self._in_flight.take_oldest()
+                self._matchers.advance(*ready, self.scheduler.sequences, self.model.vocab_size())
         except BaseException as error:  # also Ctrl-C: ledger and queue must agree
             self._in_flight.replace(())
             self.num_steps += 1
@@ -413,7 +418,6 @@ class Engine:
             raise
         if ready is not None:
             self.num_steps += 1
-            self._matchers.advance(*ready, self.scheduler.sequences, self.model.vocab_size())
             committed_deltas = self.scheduler.commit(*ready)
             if recorder is not None:
                 recorder.record_commit(ready[1], committed_deltas)

@@ -404,6 +404,10 @@ class EngineLoop:
                 results.pause_results.extend(map(PauseResult, self._waiting_pauses))
                 self._waiting_pauses.clear()
             queue_times_s = self._queue_times(engine.scheduler.new_request_ids, start_s)
+            if self._post_times_s:  # some end before their first step
+                for delta in deltas:
+                    if delta.finish is not None:
+                        self._post_times_s.pop(delta.request_id, None)
             self._timers.start(engine.scheduler.take_paused_sessions(), start_s + step_s)
             self._on_report(
                 StepReport(

@@ -483,7 +483,7 @@ class LLM:
         Open streams go on with the new weights: keys and values of their tokens are computed again.
 
         weights   all tensors or some, by their names in the checkpoint, on any device; or files
-        version   name of the weights in later outputs; None: the number of updates
+        version   name of the weights in later outputs; None: the next number
         Raises InvalidWeights for a tensor that does not match; nothing has changed then.
         """
         if not isinstance(weights, NamedWeights | WeightFiles):

@@ -42,12 +42,19 @@ class PauseState:
     sleep_level: int = 0
     lacks_weights: bool = False
     held_requests: dict[int, Request] = field(default_factory=dict)
+    _grammars: dict[int, object] = field(default_factory=dict)  # keep structures compiled
 
-    def hold(self, request: Request, live_ids: Container[int]) -> None:
-        """Keep the request until `end`. Raises DuplicateRequest."""
+    def hold(self, request: Request, live_ids: Container[int], grammar: object = None) -> None:
+        """Keep the request and its compiled structure until `end`. Raises DuplicateRequest."""
         if request.id in self.held_requests or request.id in live_ids:
             raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
         self.held_requests[request.id] = request
+        self._grammars[request.id] = grammar
+
+    def release(self, request_id: int) -> Request | None:
+        """Return a request that no longer waits, or None."""
+        self._grammars.pop(request_id, None)
+        return self.held_requests.pop(request_id, None)
 
     def check_awake(self) -> None:
         """Raise EnginePaused while the model sleeps."""
@@ -80,11 +87,9 @@ class PauseState:
         self.lacks_weights = lacked_weights
 
     def end(self) -> list[Request]:
-        """End the pause, and return the requests that waited for it."""
+        """End the pause, and return the requests that waited: `release` each once it is queued."""
         self.mode = None
-        requests = list(self.held_requests.values())
-        self.held_requests.clear()
-        return requests
+        return list(self.held_requests.values())
 
     def end_sleep(self) -> None:
         """Record that the model is awake; after level 2 it lacks weights."""

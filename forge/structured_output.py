@@ -142,7 +142,12 @@ class LLGuidanceMatcher:
 
         `feed` raises the errors. Before it, `finish_feed` must be called where a mask is needed.
         """
-        assert self._added is None, f"token {token} is added after one that was not fed"
+        if self._added is not None:  # the step that added it was interrupted
+            return (
+                self._added.token == token
+                and self._added.mask == b""
+                and not (self._added.error or self._added.is_complete)
+            )
         try:
             self._added = self._add(token)
         except Exception as error:  # the commit ends this output alone
@@ -159,9 +164,9 @@ class LLGuidanceMatcher:
         added, self._added = self._added, None
         if added is None:
             added = self._add(token)
-            if not (added.error or added.is_complete):
-                added = self._check_mask(added, self._compute_mask(self.matcher))
         assert added.token == token, f"token {added.token} was added and {token} is fed"
+        if not (added.error or added.is_complete or added.mask):
+            added = self._check_mask(added, self._compute_mask(self.matcher))
         if added.error is not None:
             self._on_error()
             raise added.error

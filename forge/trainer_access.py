@@ -85,16 +85,19 @@ class TrainerAccess(NamedTuple):
 def _find_file(folder: Path, name: str) -> str:
     problem = None
     try:
-        path = (folder / name).resolve(strict=True)
-    except (OSError, ValueError):
+        path = (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError):  # such as a loop of links
         problem = "there is no such file"
     else:
+        # Before anything is said of the file: outside of the folder its existence is a secret.
         if Path(name).is_absolute() or not path.is_relative_to(folder):
             problem = "it is not in the folder of weights"
-        elif path.suffix != SUFFIX or not path.is_file():
+        elif path.suffix != SUFFIX:
             problem = f"it is not a {SUFFIX} file"
+        elif not path.is_file():
+            problem = "there is no such file"
     if problem is not None:
         raise InvalidWeights(
-            name[:128], problem, "Name a file relative to the folder of --weights-folder"
+            name[:128] or "files", problem, "Name a file relative to the folder of --weights-folder"
         )
     return str(path)

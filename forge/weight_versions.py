@@ -20,13 +20,14 @@ MAX_VERSION_CHARS = 128
 class WeightVersions:
     """Version of the weights now, and of the tokens of open choices.
 
-    current       version of the weights: the trainer's, or the number of updates
+    current       version of the weights: the trainer's, or a number that no version had
     num_updates   updates so far
     """
 
     def __init__(self) -> None:
         self.current = INITIAL_WEIGHTS.version
         self.num_updates = 0
+        self._max_number = 0
         self._num_stale_tokens: dict[tuple[int, int], int] = {}
 
     def next_version(self, version: str | None) -> str:
@@ -35,7 +36,7 @@ class WeightVersions:
         Raises InvalidConfig for one that is no name, and for that of the weights at the start.
         """
         if version is None:
-            return str(self.num_updates + 1)
+            return str(max(self.num_updates, self._max_number) + 1)
         if version == INITIAL_WEIGHTS.version:
             raise InvalidConfig(
                 "weight_version",
@@ -58,6 +59,8 @@ class WeightVersions:
     def advance(self, version: str, sequences: Iterable[Sequence]) -> None:
         """Begin the version. The tokens that open choices have so far are stale."""
         self.num_updates += 1
+        if version.isdecimal():
+            self._max_number = max(self._max_number, int(version))
         self.current = version
         for sequence in sequences:
             if sequence.num_output:

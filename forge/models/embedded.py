@@ -160,7 +160,8 @@ def _open_numpy_model(
         raise InvalidConfig(
             "draft_model", f"{str(draft)[:64]!r} cannot draft for {name}", "Use tiny-draft"
         )
-    max_tokens = max(NUMPY_BATCHED_TOKENS, fields.get("max_num_seqs", 0))
+    max_num_seqs = fields.get("max_num_seqs")  # EngineConfig refuses what is no integer
+    max_tokens = max(NUMPY_BATCHED_TOKENS, max_num_seqs if type(max_num_seqs) is int else 0)
     defaults = {"max_model_len": MAX_POSITIONS, "max_num_batched_tokens": max_tokens}
     config = EngineConfig(**{**defaults, **fields})
     if config.max_model_len > MAX_POSITIONS:

@@ -79,7 +79,10 @@ def _open(source: WeightSource) -> Mapping[str, object]:
     for path in source.paths:
         try:
             loaded = load_file(path)
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (
+            *(SafetensorError, OSError, ValueError, KeyError, TypeError),
+            AttributeError,  # float8: numpy has no such type
+        ) as error:
             raise InvalidWeights(
                 path, f"it cannot be read: {one_line(error)}", "Write it again, in float32"
             ) from None

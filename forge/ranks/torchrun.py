@@ -128,17 +128,26 @@ class SiblingRanks:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(torchrun.address)
             listener.listen(torchrun.world_size)
-            listener.settimeout(CONNECT_TIMEOUT_S)
+            deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
             while len(self._sockets) < torchrun.world_size - 1:
                 try:
+                    listener.settimeout(max(0.001, deadline_s - time.monotonic()))
                     connected, _ = listener.accept()
+                    if _credentials(connected)[1] != os.getuid():
+                        connected.close()  # any user can connect, and must not end the start
+                        continue
+                    connected.settimeout(max(0.001, deadline_s - time.monotonic()))
+                    (rank,) = _LENGTH.unpack(_receive(connected, _LENGTH.size))
+                    connected.settimeout(None)
                 except TimeoutError:
                     raise EngineDead(
                         f"{torchrun.world_size - 1 - len(self._sockets)} processes of torchrun did "
                         f"not begin within {CONNECT_TIMEOUT_S:g} s. See their output"
                     ) from None
-                _check_user(connected)
-                (rank,) = _LENGTH.unpack(_receive(connected, _LENGTH.size))
+                if rank in self._sockets or not 0 < rank < torchrun.world_size:
+                    raise EngineDead(
+                        f"a process has connected as rank {rank}, which is not missing"
+                    )
                 self._sockets[rank] = connected
 
     def __enter__(self) -> Self:
@@ -174,6 +183,8 @@ def follow_sibling(torchrun: TorchrunRank) -> NoReturn:
         _check_user(connected)
         connected.sendall(_LENGTH.pack(torchrun.rank))
         length, pipes, *_ = socket.recv_fds(connected, _LENGTH.size, _NUM_PIPES)
+        for pipe in pipes:
+            os.set_inheritable(pipe, False)
         if len(pipes) != _NUM_PIPES:
             raise EngineDead("rank 0 has ended before the other ranks began. See its output")
         # Rank 0 is a process of the same user: what it sends is as trusted as what it starts.

@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EnginePaused, InvalidConfig, InvalidWeights
+from forge.llm import parse_pause_mode
 from forge.server.body import read_json_body
 from forge.server.errors import APIError, excerpt
 from forge.server.operations import OperationsEndpoints
@@ -113,8 +114,13 @@ class TrainerEndpoints:
         level = request.query_params.get("level", "1")
         if level not in LEVELS:
             raise APIError(400, "invalid_value", "level: it is not 1 or 2. Give one", param="level")
+        mode = request.query_params.get("mode", "abort")
+        try:
+            parse_pause_mode(mode)  # of a paused engine too
+        except InvalidConfig as error:
+            raise APIError(400, "invalid_value", str(error), param=error.option) from None
         if not self._llm.status.is_paused:
-            await _refuse(self._llm.pause(request.query_params.get("mode", "abort")))
+            await _refuse(self._llm.pause(mode))
         return self._respond("sleeping", await _refuse(self._llm.sleep(LEVELS[level])))
 
     async def wake(self, request: Request) -> Response:

@@ -11,10 +11,11 @@ import pytest
 
 from forge.config import EngineConfig, HostTier
 from forge.engine import Engine
-from forge.engine_loop import Abort, CheckedRequest, EngineLoop, Resize, StepReport
+from forge.engine_loop import Abort, CheckedRequest, EngineLoop, Pause, Resize, StepReport
 from forge.errors import InvalidConfig
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.models.hash import HashModel
+from forge.pause import PauseMode
 from forge.request import FinishReason, Request, SamplingParams, Structure
 from forge.sequence import GrammarMatcher
 from forge.tokenizer import ByteTokenizer
@@ -395,3 +396,24 @@ def test_a_host_pool_that_began_empty_stays_empty() -> None:
     (_, accepted), (_, refused) = [each for report in log.reports for each in report.resizes]
     assert accepted is None and isinstance(refused, InvalidConfig)
     assert "1 blocks, and memory was allocated for 0" in str(refused)
+
+
+def test_requests_that_end_before_their_first_step_wait_no_more() -> None:
+    has_ended, reports = threading.Event(), list[StepReport]()
+
+    def on_report(report: StepReport) -> None:
+        reports.append(report)
+        if not report.status.has_work:
+            has_ended.set()
+
+    engine = Engine(HashModel(num_blocks=64), EngineConfig(num_blocks=64, max_num_seqs=1))
+    loop = EngineLoop(engine, on_report)
+    for number in range(2):
+        loop.post(Request(number, (1, 2, 3), SamplingParams(max_tokens=64, ignore_eos=True)))
+    loop.post(Pause(2, PauseMode.ABORT))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    assert has_ended.wait(60)
+    loop.stop()
+    thread.join()
+    assert reports[-1].oldest_post_s is None

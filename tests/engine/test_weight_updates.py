@@ -7,6 +7,7 @@ meaning: so keys and values of earlier weights show in the tokens, from any tier
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -492,3 +493,41 @@ def test_streams_of_an_llm_end_as_the_pause_says(mode: str, end: str, stale: int
         assert output.weight_version == "two"
     with pytest.raises(InvalidConfig, match="Give one of: abort, wait, keep"):
         llm.pause("never")
+
+
+def test_an_update_delivers_kv_events_at_once() -> None:
+    batches: list[object] = []
+    engine = Engine(create_model(), create_config(), kv_events=batches.append)
+    engine.submit(create_request(0))
+    while engine.can_step:
+        engine.step()
+    engine.pause(PauseMode.KEEP)
+    batches.clear()
+    engine.update_weights(NEW, namespace="new")
+    assert batches
+
+
+def test_a_held_request_keeps_its_structure_compiled() -> None:
+    """Nothing else refers to it, and `resume` would compile it on the engine's thread."""
+    with LLM("hash", num_blocks=64) as llm:
+        engine, structure = llm.engine, Structure.regex("[0-9]{3}")
+        engine.pause(PauseMode.KEEP)
+        backend = engine.grammar_backend
+        backend.compile(structure)
+        engine.submit(Request(0, (1, 2), SamplingParams(max_tokens=4, structure=structure)))
+        backend._recent.clear()
+        gc.collect()
+        assert backend.compiled_grammar(structure) is not None
+        engine.resume()
+        engine.abort(0)
+        while engine.has_work:
+            engine.step()
+        backend._recent.clear()
+        gc.collect()
+        assert backend.compiled_grammar(structure) is None
+
+
+def test_a_number_that_a_trainer_gave_is_no_later_version() -> None:
+    with LLM("hash", num_blocks=8) as llm:
+        versions = [llm.update_weights({"seed": 1}, name) for name in ("2", None, "9", None, "a")]
+        assert [*versions, llm.update_weights({"seed": 2})] == ["2", "3", "9", "10", "a", "11"]

@@ -17,6 +17,7 @@ from forge import LLM, SamplingParams
 from forge.errors import InvalidConfig, InvalidWeights
 from forge.models.embedded import EMBEDDED_CHECKPOINTS, MAX_POSITIONS, embedded_folder
 from forge.models.llama import Llama
+from forge.models.llama_model import read_weights
 from forge.models.loader import load_model
 from forge.models.paged_decoder import BlockRow
 from forge.request import Structure
@@ -322,3 +323,17 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     paths = tuple(str(tmp_path / f"{name}.safetensors") for name in ("a", "b"))
     with LLM("tiny", num_blocks=32) as llm, pytest.raises(InvalidWeights, match="in two files"):
         llm.update_weights(WeightFiles(paths))
+
+
+def test_a_file_of_a_type_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
+    header = json.dumps({NORM: {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}})
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(2))
+    with pytest.raises(InvalidWeights, match="it cannot be read"):
+        read_weights(WeightFiles((str(path),)), {NORM: np.zeros(2, np.float32)})
+
+
+@pytest.mark.parametrize("value", ["8", None, 1.5])
+def test_a_number_of_sequences_that_is_none_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(InvalidConfig, match="max_num_seqs"):
+        LLM("tiny", max_num_seqs=value)

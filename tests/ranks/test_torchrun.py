@@ -132,3 +132,25 @@ def test_a_sibling_ends_with_rank_0_while_it_waits_for_a_step(exit_stack: ExitSt
     assert rank_0.stdout is not None and rank_0.stdout.readline() == b"ready\n"
     rank_0.kill()
     assert rank_1.wait(TIMEOUT_S) != 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_a_process_of_another_user_does_not_end_a_start() -> None:
+    address = f"\0forge-test-{os.getpid()}-stranger"
+    code = (
+        "import os, socket, sys, time; os.setuid(int(sys.argv[1])); "
+        "s = socket.socket(socket.AF_UNIX); "
+        "exec('while s.connect_ex(sys.argv[2].replace(chr(32), chr(0))): time.sleep(0.01)'); "
+        "s.sendall((1).to_bytes(4, 'little')); time.sleep(60)"
+    )
+    stranger, rank = (
+        subprocess.Popen([sys.executable, "-c", code, user, address.replace("\0", " ")])
+        for user in ("65534", "0")
+    )
+    try:
+        with SiblingRanks(TorchrunRank(0, 2, address)) as siblings:
+            assert list(siblings._sockets) == [1]
+    finally:
+        for process in (stranger, rank):
+            process.kill()
+            process.wait()

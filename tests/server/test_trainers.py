@@ -11,6 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig, InvalidWeights
@@ -336,3 +339,29 @@ def test_options_that_give_no_safe_access_are_refused(
     defaults = {"admin_key": None, "weights_folder": None, "api_keys": ("client",)}
     with pytest.raises(InvalidConfig, match=message):
         TrainerAccess.from_options(**(defaults | options))
+
+
+def test_the_answer_says_nothing_of_files_outside_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_seed(tmp_path / "outside.safetensors", 4)
+    (folder / "loop").symlink_to(folder / "loop")
+    access = TrainerAccess("admin", folder.resolve())
+    problems = {}
+    for name in ("../outside.safetensors", "../none.safetensors", "loop"):
+        with pytest.raises(InvalidWeights) as error:
+            access.find_files([name])
+        problems[name] = str(error.value).partition(": ")[2]
+    assert problems["../outside.safetensors"] == problems["../none.safetensors"]
+
+
+def test_a_clients_key_opens_no_admin_route_of_a_mounted_app() -> None:
+    llm = AsyncLLM("hash", num_blocks=64)
+    app = create_app(llm, api_keys=("client",), trainer_access=TrainerAccess("admin", None))
+    with TestClient(Starlette(routes=[Mount("/llm", app)]), base_url="http://localhost") as client:
+        codes = [
+            client.post("/llm/admin/resume", headers={"authorization": f"Bearer {key}"}).status_code
+            for key in ("client", "admin")
+        ]
+    llm.close()
+    assert codes == [401, 200]

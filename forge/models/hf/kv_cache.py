@@ -91,6 +91,11 @@ class KVCache:
         """Bytes of all blocks, the scratch block included."""
         return self.data.numel() * self.data.itemsize
 
+    @property
+    def released_bytes(self) -> int:
+        """Bytes that `restore` allocates."""
+        return self.num_bytes - self.data.untyped_storage().nbytes()
+
     def release(self) -> None:
         """Free the memory of all blocks. Views of `data` stay; call `restore` before a step."""
         self.data.untyped_storage().resize_(0)

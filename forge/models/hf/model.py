@@ -184,9 +184,13 @@ class HFModel:
 
         Raises EnginePaused, and changes nothing, where the device lacks memory.
         """
-        watch, device = PartWatch(), self._runner.kv_cache.data.device
-        if device.type == "cuda":
+        device = self._runner.kv_cache.data.device
+        if device.type == "cuda":  # for the draft model too, which refuses nothing after this
             check_free_memory(self._released_bytes, torch.cuda.mem_get_info(device)[0])
+        return self._allocate_again()
+
+    def _allocate_again(self) -> PartTimes:
+        watch, device = PartWatch(), self._runner.kv_cache.data.device
         self._changeable_weights.restore()
         watch.end("weights")
         self._runner.kv_cache.restore()
@@ -196,13 +200,13 @@ class HFModel:
         _synchronize(device)
         watch.end("graphs")
         if self._draft is not None:
-            self._draft.wake()
+            self._draft._allocate_again()
             watch.end("draft")
         return watch.times
 
     @property
     def _released_bytes(self) -> int:
-        num_bytes = self._changeable_weights.released_bytes + self._runner.kv_cache.num_bytes
+        num_bytes = self._changeable_weights.released_bytes + self._runner.kv_cache.released_bytes
         return num_bytes + (self._draft._released_bytes if self._draft is not None else 0)
 
     @property

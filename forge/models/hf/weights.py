@@ -100,7 +100,7 @@ class ModelWeights:
 
     def _unknown(self, name: str) -> InvalidWeights:
         known = list(self._parameters)
-        close = difflib.get_close_matches(name, known, 1) or known[:1]
+        close = difflib.get_close_matches(str(name)[:160], known, 1) or known[:1]
         return InvalidWeights(
             str(name)[:160], "the model has no such tensor", f"Its names are like {''.join(close)}"
         )
