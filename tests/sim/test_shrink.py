@@ -17,7 +17,7 @@ from forge import blocks, plan_rows, prefix_cache, scheduler
 from forge.blocks import BlockPool, TableGrowth
 from forge.drafting import ModelDrafter
 from forge.engine import Engine
-from forge.models import logits
+from forge.models import row_sampling
 from forge.models.logits import ContextDecoder
 from forge.policy import FCFS, POLICIES
 from forge.prefix_cache import PrefixCache
@@ -298,7 +298,7 @@ def every_draft_accepted(planted: pytest.MonkeyPatch) -> None:
     def biased(trials: Any, bonus: int) -> tuple[int, ...]:
         return (*(trial.draft for trial in trials), bonus)
 
-    planted.setattr(logits, "rejection_sample", biased)
+    planted.setattr(row_sampling, "rejection_sample", biased)
 
 
 def end_by_chance_misnamed(planted: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,8 @@ def _scenarios() -> Iterator[tuple[str, list[str]]]:
 
 def record_run(checkout: Path, recording: Path) -> list[str]:
     """Record a run with drafts, and return the recording's lines without checksums and times."""
-    words = "generate text --max-tokens 60 --temperature 0.7 --speculative-model hash".split()
+    words = "generate text --model hash --max-tokens 60 --temperature 0.7".split()
+    words += ["--speculative-model", "hash"]
     run_forge(checkout, [*words, "--record", str(recording)])
     lines = []
     for line in recording.read_text(encoding="utf-8").splitlines():
