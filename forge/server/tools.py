@@ -21,6 +21,7 @@ from forge.errors import InvalidRequest
 from forge.request import Structure, StructureKind, num_properties
 from forge.server.errors import excerpt
 from forge.server.harmony import HarmonyGrammarBuilder
+from forge.server.json_numbers import parse_float, parse_int
 from forge.server.protocol import invalid_field_error, missing_field_error
 from forge.server.response_format import NamedStructure
 from forge.server.tool_formats import CallableTool, CallFormat, HarmonyFormat, ToolCallFormat
@@ -370,7 +371,8 @@ def _parse_arguments(param: str, text: object) -> dict[str, Any]:
         raise invalid_field_error(param, "it is not a string", "invalid_type")
     problem = "it is not the text of a JSON object"
     try:
-        value = json.loads(text)
+        # A model may write any number of JSON, and gets the nearest one to read.
+        value = json.loads(text, parse_float=parse_float, parse_int=parse_int)
         # A template writes it again, and cannot write half a surrogate pair or infinity.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
