@@ -268,6 +268,44 @@ def test_a_call_that_is_cut_is_incomplete(scripted_server: RunningServer) -> Non
     assert json.loads(call["arguments"]) == {"city": "Rome"}
 
 
+def test_a_response_that_was_cut_within_a_call_is_continued(
+    scripted_server: RunningServer,
+) -> None:
+    """The chat has a message of the assistant without the call."""
+    body = set_script(scripted_server, ROME, tool_choice="required")
+    cut = create(scripted_server, **{**body, "max_output_tokens": len(ROME) - 20})
+    assert cut["output"][0]["status"] == "incomplete"
+    follow = create(scripted_server, input="b", previous_response_id=cut["id"])
+    user = {"role": "user", "content": "hi"}
+    whole = create(scripted_server, input=[user, *cut["output"], {**user, "content": "b"}])
+    empty = {"role": "assistant", "content": ""}
+    without = create(scripted_server, input=[user, empty, {**user, "content": "b"}])
+    num_tokens = [each["usage"]["input_tokens"] for each in (follow, whole, without)]
+    assert num_tokens[0] == num_tokens[1] == num_tokens[2]
+    output = {"type": "function_call_output", "call_id": cut["output"][0]["call_id"]}
+    answer = scripted_server.post(
+        PATH, model="hash", input=[{**output, "output": "a"}], previous_response_id=cut["id"]
+    )
+    check_envelope(answer, 400, "input[0].call_id", "invalid_value")
+
+
+def test_a_call_with_a_number_beyond_floats_is_continued(scripted_server: RunningServer) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "number"}}}
+    script = ROME.replace("weather", "f").replace('{"city": "Rome"}', '{"a": -4e744}')
+    body = set_script(
+        scripted_server,
+        script,
+        tools=[{"type": "function", "name": "f", "parameters": parameters}],
+        tool_choice="required",
+        max_output_tokens=200,
+    )
+    called = create(scripted_server, **body)
+    (call,) = called["output"]
+    assert call["arguments"] == '{"a": -4e744}'
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "a"}
+    create(scripted_server, input=[output], previous_response_id=called["id"])
+
+
 def test_structured_text_matches_its_schema(server: RunningServer) -> None:
     text = {"format": {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}}
     response = create(server, input="a", text=text, max_output_tokens=200)

@@ -306,6 +306,8 @@ class _MessageBuilder:
 
     def _add_call(self, param: str, item: Item) -> None:
         message = self._open_assistant(param, "function_call")
+        if item["status"] == "incomplete":
+            return  # Its arguments are cut: no template can write them, and it has no output.
         calls = message.setdefault("tool_calls", [])
         path = f"{self._last_path}.tool_calls"
         self.names[f"{path}[{len(calls)}]"] = param

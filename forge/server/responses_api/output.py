@@ -32,6 +32,9 @@ from forge.server.output_items import (
 )
 from forge.server.responses_api.items import ID_PREFIXES, Item, create_id, encode_object
 
+FINAL_STATUSES = {"stop": "completed", "length": "incomplete"}
+"""Finish reason -> status of a response, where that is not `cancelled`: a pause aborts requests."""
+
 FINAL_EVENTS = {"completed": "completed", "failed": "failed"}
 """Status of a response -> name of its last event, where that is not `incomplete`."""
 
@@ -131,7 +134,7 @@ class ResponseOutput:
         ]
 
     def _final_status(self) -> str:
-        return "incomplete" if self._items.finish_reason == "length" else "completed"
+        return FINAL_STATUSES.get(self._items.finish_reason or "", "cancelled")
 
     def _end(self, status: str) -> None:
         self.status = status

@@ -6,6 +6,7 @@ Owns when a response is stored, and its end before its output. Knows no tenant.
     every delta          events of items
     the last             completed or incomplete    stored
     a cancel             incomplete                 stored as cancelled, the request is aborted
+    a pause that aborts  incomplete                 stored as cancelled
     an error             failed                     stored
     the client left                                 stored as cancelled
 """
