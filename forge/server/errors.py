@@ -160,6 +160,16 @@ def sandbox_died_error(problem: str) -> APIError:
     return APIError(503, "compiler_ended", problem, headers={"retry-after": "1"})
 
 
+def request_aborted_error() -> APIError:
+    """Return the 503 for a request that a pause of the engine has ended."""
+    return APIError(
+        503,
+        "request_aborted",
+        "A pause of the engine ended the request before its output was complete. Send it again",
+        headers={"retry-after": "1"},
+    )
+
+
 def deadline_exceeded_error(limit_s: float | None) -> APIError:
     """Return the 504 for a request that started and did not end in time."""
     return APIError(

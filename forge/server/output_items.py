@@ -132,6 +132,12 @@ class OutputItems:
         """Return whether the output calls a tool."""
         return any(isinstance(item, CallItem) for item in self.items)
 
+    @property
+    def ends_within_call(self) -> bool:
+        """Return whether the output has ended within a call, whose arguments are incomplete."""
+        last = self.items[-1] if self._has_ended else None
+        return isinstance(last, CallItem) and not last.is_complete
+
     def push(self, delta: TextDelta) -> Iterator[ItemEvent]:
         """Add a delta; yield the events that are certain now."""
         self.num_tokens += len(delta.token_ids)

@@ -39,7 +39,10 @@ class StreamEncoder(Protocol):
         """Return what a silent stream sends."""
 
     def encode_delta(self, index: int, delta: TextDelta) -> Iterable[str]:
-        """Return the events for a delta of the request at this index. Raises StreamEnded."""
+        """Return the events for a delta of the request at this index.
+
+        Raises StreamEnded, and APIError for a delta that no event can show.
+        """
 
     def encode_end(self) -> Iterable[str]:
         """Return the last events of a stream that was not cut."""

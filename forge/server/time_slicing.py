@@ -50,6 +50,10 @@ class EncodedList:
         if items:
             self.parts.append(_dumps(items)[1:-1])
 
+    def add_json(self, text: str) -> None:
+        """Add an item that is the text of JSON."""
+        self.parts.append(text)
+
 
 class SliceBudget:
     """Counts the entries of one task, and lets others run after ENTRIES_PER_SLICE of them."""

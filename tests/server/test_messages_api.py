@@ -284,11 +284,39 @@ def test_one_call_at_most_where_parallel_calls_are_disabled(
     assert len(create(scripted_server, **fields)["content"]) == 1
 
 
-def test_the_input_of_a_call_that_is_cut_is_empty(scripted_server: RunningServer) -> None:
-    fields = set_script(scripted_server, ROME, tool_choice=ANY)
-    message = create(scripted_server, **{**fields, "max_tokens": len(ROME) - 20})
-    assert message["stop_reason"] == "max_tokens"
-    assert [block["input"] for block in message["content"]] == [{}]
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"max_tokens": len(ROME) - 20}, "max_tokens"),
+        ({"stop_sequences": ["Ro"]}, "stop_sequence"),
+    ],
+    ids=["length", "text"],
+)
+def test_a_call_that_is_cut_is_not_one_to_run(
+    scripted_server: RunningServer, fields: dict[str, Any], reason: str
+) -> None:
+    alone = set_script(scripted_server, ROME, tool_choice=ANY)
+    message = create(scripted_server, **{**alone, **fields})
+    assert (message["stop_reason"], message["content"]) == (reason, [{"type": "text", "text": ""}])
+    last = stream(scripted_server, **{**alone, **fields})[-2]
+    assert last["delta"]["stop_reason"] == reason
+    if "max_tokens" not in fields:
+        after_text = set_script(scripted_server, f"See: {ROME}")
+        message = create(scripted_server, **{**after_text, **fields})
+        assert (message["stop_reason"], message["content"]) == (
+            reason,
+            [{"type": "text", "text": "See: "}],
+        )
+
+
+def test_the_input_of_a_call_is_the_text_of_the_model(scripted_server: RunningServer) -> None:
+    """No float of Python is as large as this number."""
+    number = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {}}}}
+    script = ROME.replace("weather", "f").replace('{"city": "Rome"}', '{"a": [4e744, "\u00e9"]}')
+    fields = set_script(scripted_server, script, tools=[number], tool_choice=ANY)
+    answer = scripted_server.post(PATH, **build_body(**fields))
+    assert answer.status_code == 200 and '"input":{"a": [4e744, "\u00e9"]}}]' in answer.text
+    assert answer.json()["stop_reason"] == "tool_use"
 
 
 def test_blocks_become_messages_of_a_chat() -> None:

@@ -222,6 +222,44 @@ def test_a_pause_that_aborts_returns_the_tokens_so_far(tmp_path: Path) -> None:
     run(test())
 
 
+def test_an_output_that_a_pause_aborts_is_not_reported_as_finished(tmp_path: Path) -> None:
+    """A response is cancelled; a message, which has no stop reason for it, is an error."""
+
+    async def test() -> None:
+        async with open_app(tmp_path) as client:
+            head = {"model": BODY["model"], "temperature": 0, "ignore_eos": True}
+            response = {**head, "input": "hi", "max_output_tokens": 4000}
+            user = [{"role": "user", "content": "hi"}]
+            message = {**head, "messages": user, "max_tokens": 4000}
+            tasks = [
+                asyncio.create_task(
+                    client.post(path, json={**body, "stream": is_stream}, headers=CLIENT)
+                )
+                for path, body in (("/v1/responses", response), ("/v1/messages", message))
+                for is_stream in (False, True)
+            ]
+            while (await client.get("/healthz")).json()["running"] < len(tasks):
+                await asyncio.sleep(0.001)
+            await command(client, "/admin/pause")
+            whole, stream, error, error_stream = [await task for task in tasks]
+            name, data = stream.text.removesuffix("\n\n").split("\n\n")[-1].split("\n")
+            assert name == "event: response.incomplete"
+            for found in (whole.json(), json.loads(data.removeprefix("data: "))["response"]):
+                assert (found["status"], found["completed_at"]) == ("cancelled", None)
+                assert found["incomplete_details"] is None
+                assert found["output"][-1]["status"] == "incomplete"
+            assert error.status_code == 503
+            last = error_stream.text.removesuffix("\n\n").split("\n\n")[-1]
+            if error_stream.status_code == 200:
+                name, last = last.split("\n")
+                assert name == "event: error"
+            for text in (error.text, last.removeprefix("data: ")):
+                found = json.loads(text)["error"]
+                assert found["type"] == "overloaded_error" and "pause" in found["message"]
+
+    run(test())
+
+
 def test_a_sleep_is_refused_or_carried_out_by_name(tmp_path: Path) -> None:
     save_seed(tmp_path / "new.safetensors", 7)
 

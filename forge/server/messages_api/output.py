@@ -20,7 +20,7 @@ from typing import Any
 
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request
-from forge.server.errors import APIError, anthropic_envelope
+from forge.server.errors import APIError, anthropic_envelope, request_aborted_error
 from forge.server.output_items import (
     CallItem,
     ItemEnd,
@@ -30,9 +30,10 @@ from forge.server.output_items import (
     OutputItem,
     OutputItems,
     ReasoningItem,
+    TextItem,
 )
 from forge.server.sse import comment_ping, encode_named_event
-from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork
+from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork
 from forge.tokenizer import StopStringDetokenizer, Tokenizer
 
 
@@ -64,8 +65,9 @@ class MessageOutput:
         self._has_started = False
 
     def build(self, output: RequestOutput) -> SlicedWork[dict[str, Any]]:
-        """Build the whole message of an output, in slices."""
+        """Build the whole message of an output, in slices. Raises APIError for an aborted one."""
         (choice,) = output.choices
+        _check_not_aborted(choice.finish_reason)
         for start in range(0, len(choice.token_ids), TOKENS_PER_SLICE):
             tokens = choice.token_ids[start : start + TOKENS_PER_SLICE]
             self._match_stops(tokens)
@@ -81,7 +83,7 @@ class MessageOutput:
             pass
         yield 1
         return {
-            **self._message([_block(item) for item in self._items.items]),
+            **self._message(self._encode_content()),
             **self._stop_fields(),
             "usage": self._usage(),
         }
@@ -91,7 +93,8 @@ class MessageOutput:
         return _encode("ping") if self._has_started else comment_ping()
 
     def encode_delta(self, index: int, delta: TextDelta) -> Iterator[str]:
-        """Yield the events of a delta."""
+        """Yield the events of a delta. Raises APIError for the last one of an aborted request."""
+        _check_not_aborted(delta.finish_reason)
         if not self._has_started:
             self._has_started = True
             message = {
@@ -121,7 +124,21 @@ class MessageOutput:
     def close(self) -> None:
         """Do nothing: a message holds nothing."""
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _encode_content(self) -> EncodedList:
+        """Encode the blocks of the whole message, without a call that was cut."""
+        items = self._items.items
+        if self._items.ends_within_call:
+            # A message has a block at least, also that of an empty output.
+            items = items[:-1] or [TextItem()]
+        content = EncodedList()
+        for item in items:
+            if isinstance(item, CallItem):
+                content.add_json(_encode_call(item))
+            else:
+                content.extend([_block(item)])
+        return content
+
+    def _message(self, content: EncodedList | list[Any]) -> dict[str, Any]:
         return {**self._head, "type": "message", "role": "assistant", "content": content}
 
     def _match_stops(self, tokens: Iterable[int]) -> None:
@@ -154,34 +171,31 @@ class MessageOutput:
         }
 
 
+def _encode_call(item: CallItem) -> str:
+    """Return the JSON of the whole block of a complete call.
+
+    Its input is the text of the model: Python cannot hold every number of JSON.
+    """
+    return f"{_dumps(_block(item)).removesuffix('{}}')}{item.text}}}"
+
+
 def _block(item: OutputItem) -> dict[str, Any]:
-    """Return the whole block of an item."""
+    """Return the block of an item, whose input is empty where it is a call."""
     if isinstance(item, CallItem):
-        return {
-            "type": "tool_use",
-            "id": item.call_id,
-            "name": item.name,
-            "input": _parse_arguments(item.text),
-        }
+        return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}}
     if isinstance(item, ReasoningItem):
         return {"type": "thinking", "thinking": item.text, "signature": ""}
     return {"type": "text", "text": item.text}
 
 
-def _parse_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; none where the output ended within them."""
-    try:
-        arguments: dict[str, Any] = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return arguments
+def _check_not_aborted(finish_reason: str | None) -> None:
+    """Raise APIError for an aborted request: no stop reason says that its output is cut."""
+    if finish_reason == "abort":
+        raise request_aborted_error()
 
 
 def _encode_item_event(event: ItemEvent) -> str:
     match event:
-        case ItemStart(index, CallItem() as item):
-            block = {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}}
-            return _encode("content_block_start", index=index, content_block=block)
         case ItemStart(index, item):
             return _encode("content_block_start", index=index, content_block=_block(item))
         case ItemText(index, CallItem(), text):
@@ -200,5 +214,8 @@ def _encode_item_event(event: ItemEvent) -> str:
 
 def _encode(kind: str, **fields: Any) -> str:
     """Return an event of this type."""
-    data = json.dumps({"type": kind, **fields}, separators=(",", ":"), allow_nan=False)
-    return encode_named_event(kind, data)
+    return encode_named_event(kind, _dumps({"type": kind, **fields}))
+
+
+def _dumps(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
