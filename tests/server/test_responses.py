@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from forge.server.field_names import FieldNames
 from forge.server.protocol import parse_request
 from forge.server.responses_api.items import MAX_ITEMS, parse_input
 from forge.server.responses_api.request import ResponsesRequest
+from forge.server.responses_api.store import StoredResponse
 from forge.tokenizer import ByteTokenizer
-from tests.server.local_server import GatedModel, wait_until
+from tests.server.local_server import GatedModel, ManualClockLoop, wait_until
 from tests.server.test_promises_http import check_type
 from tests.server.test_server import RunningServer, check_envelope, open_server
 from tests.server.test_tools import CITY, NOW, ROME, ScriptedHashModel
@@ -515,6 +517,34 @@ def test_a_tenant_that_fills_its_store_drops_its_own_responses_only() -> None:
         check_envelope(answer, 400, "input", "context_length_exceeded")
 
 
+def test_responses_of_all_tenants_expire_without_a_further_request() -> None:
+    clock, limits = ManualClockLoop(), Limits(response_ttl=100.0)
+    with open_server(api_keys=("sesame", "poppy"), limits=limits, clock=clock) as server:
+
+        def post(key: str) -> str:
+            body = {"model": "hash", "input": "a", "max_output_tokens": 1}
+            headers = {"authorization": f"Bearer {key}"}
+            found: str = server.client.post(PATH, json=body, headers=headers).json()["id"]
+            return found
+
+        ids = [post("sesame")]
+        clock.advance_and_wait(60.0)
+        ids += [post("poppy"), post("sesame")]
+        assert in_memory(ids) == set(ids)
+        clock.advance_and_wait(39.0)
+        assert in_memory(ids) == set(ids)
+        clock.advance_and_wait(1.0)
+        assert in_memory(ids) == set(ids[1:])
+        clock.advance_and_wait(60.0)
+        assert in_memory(ids) == set()
+
+
+def in_memory(ids: list[str]) -> set[str]:
+    """Return those of the ids whose stored response the process still has."""
+    found = (each.response for each in gc.get_objects() if type(each) is StoredResponse)
+    return {json.loads(response)["id"] for response in found} & set(ids)
+
+
 def test_a_server_without_a_store_says_so() -> None:
     with open_server(limits=Limits(response_store_mib=0)) as server:
         response = create(server, input="a")
@@ -758,6 +788,12 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "invalid_schema",
     ),
     (text_format(type="json_schema", schema=nested(200)), "text.format", "invalid_schema"),
+    (text_format(type="json_schema", name=5, schema={}), "text.format.name", "invalid_type"),
+    (
+        text_format(type="json_schema", name="a", description=[], schema={}),
+        "text.format.description",
+        "invalid_type",
+    ),
 ]
 
 

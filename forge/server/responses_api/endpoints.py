@@ -1,6 +1,6 @@
 """The routes of /v1/responses: create, stream, read, continue, cancel and delete responses.
 
-Owns the stores of all tenants, and when a response is put into one. Knows no template.
+Owns the stores of all tenants, when a response is put into one and that it expires. Knows no template.
 
     POST   /v1/responses                   ──► a chat request ──► the engine ──► ResponseOutput
              previous_response_id ◄────────┐                                        │
@@ -238,9 +238,17 @@ class ResponsesEndpoints:
     def _store(self, tenant: str) -> ResponseStore:
         store = self._stores.get(tenant)
         if store is None:
-            limits = self._queue.limits
-            store = self._stores[tenant] = ResponseStore(self._max_bytes, limits.response_ttl)
+            ttl_s = self._queue.limits.response_ttl
+            if not self._stores:
+                asyncio.get_running_loop().call_later(ttl_s, self._drop_expired)
+            store = self._stores[tenant] = ResponseStore(self._max_bytes, ttl_s)
         return store
+
+    def _drop_expired(self) -> None:
+        """Drop the expired responses of all tenants, now and whenever the next ones expire."""
+        now_s = _now_s()
+        next_s = min(store.drop_expired(now_s) for store in self._stores.values())
+        asyncio.get_running_loop().call_at(next_s, self._drop_expired)
 
 
 def _now_s() -> float:

@@ -254,6 +254,9 @@ class ResponsesRequest(ChatFields):
         check_keys("text.format", text_format, _FORMAT_KEYS)
         if text_format.get("schema") is None:
             raise missing_field_error("text.format.schema", "Give a JSON schema")
+        for key in ("name", "description"):
+            if text_format.get(key) is not None:
+                parse_string(f"text.format.{key}", text_format[key])
         parse_object("text.format.schema", text_format["schema"])
         if text_format.get("strict") is not None and not isinstance(text_format["strict"], bool):
             raise invalid_field_error("text.format.strict", "it is not true or false")

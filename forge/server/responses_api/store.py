@@ -62,7 +62,7 @@ class ResponseStore:
 
         One that is larger than the store is not stored.
         """
-        self._drop_expired(now_s)
+        self.drop_expired(now_s)
         self.delete(response_id, now_s)
         if stored.num_bytes > self._max_bytes:
             return
@@ -73,23 +73,26 @@ class ResponseStore:
 
     def get(self, response_id: str, now_s: float) -> StoredResponse | None:
         """Return a response, or None where it is not stored or no longer."""
-        self._drop_expired(now_s)
+        self.drop_expired(now_s)
         return self._responses.get(response_id)
 
     def delete(self, response_id: str, now_s: float) -> bool:
         """Drop a response; return whether it was stored."""
-        self._drop_expired(now_s)
+        self.drop_expired(now_s)
         if response_id not in self._responses:
             return False
         self._drop(response_id)
         return True
 
-    def _drop_expired(self, now_s: float) -> None:
+    def drop_expired(self, now_s: float) -> float:
+        """Drop the responses older than ttl_s; return the time before which none of the rest is."""
         while self._responses:
             response_id, stored = next(iter(self._responses.items()))
-            if now_s - stored.created_s < self._ttl_s:
-                return
+            expiry_s = stored.created_s + self._ttl_s
+            if now_s < expiry_s:
+                return expiry_s
             self._drop(response_id)
+        return now_s + self._ttl_s
 
     def _drop(self, response_id: str) -> None:
         self.num_bytes -= self._responses.pop(response_id).num_bytes
