@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import httpx
 import pytest
 
 from forge.async_llm import AsyncLLM
+from forge.errors import InvalidRequest
 from forge.limits import Limits
 from forge.server.field_names import FieldNames
 from forge.server.protocol import parse_request
-from forge.server.responses_api.items import MAX_ITEMS, parse_input
+from forge.server.responses_api.items import MAX_ITEMS, build_messages, parse_input
 from forge.server.responses_api.request import ResponsesRequest
 from forge.server.responses_api.store import StoredResponse
 from forge.tokenizer import ByteTokenizer
@@ -405,6 +408,39 @@ def test_items_of_the_assistant_are_one_message_of_the_chat() -> None:
     ]
     assert [m.get("tool_call_id") for m in chat.messages[2:4]] == ["2", "1"]
     assert [m.get("reasoning_content") for m in chat.messages] == [None, "r\ns", *[None] * 4]
+
+
+def num_joins(num_items: int) -> int:
+    """Return how often texts are joined for a message of this many items of reasoning."""
+    content = [{"type": "reasoning_text", "text": "r"}]
+    items = [{"type": "reasoning", "summary": [], "content": content}] * num_items
+    joins = list[str]()
+
+    def note(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ == "join":
+            joins.append(event)
+
+    sys.setprofile(note)
+    try:
+        (message,) = build_messages(None, items[:1], items[1:]).messages
+    finally:
+        sys.setprofile(None)
+    assert message["reasoning_content"] == "\n".join("r" * num_items)
+    return len(joins)
+
+
+def test_texts_of_reasoning_are_joined_once_however_many_there_are() -> None:
+    assert num_joins(2) == num_joins(500) > 0
+
+
+def test_the_items_of_all_turns_are_bounded_together() -> None:
+    items = parse_input([{"role": "user", "content": "a"}])
+    with pytest.raises(InvalidRequest) as error:
+        build_messages(None, items * MAX_ITEMS, items)
+    assert (error.value.field, error.value.code) == ("input", "too_many_items")
+    assert str(MAX_ITEMS) in error.value.problem
+    assert "previous_response_id" in error.value.remedy
+    assert len(build_messages(None, items * (MAX_ITEMS - 1), items).messages) == MAX_ITEMS
 
 
 def test_options_of_a_request_are_those_of_its_chat() -> None:

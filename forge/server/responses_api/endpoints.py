@@ -1,6 +1,6 @@
 """The routes of /v1/responses: create, stream, read, continue, cancel and delete responses.
 
-Owns the stores of all tenants, when a response is put into one and that it expires. Knows no template.
+Owns the stores of all tenants: when a response is put into one, and when it expires.
 
     POST   /v1/responses                   ──► a chat request ──► the engine ──► ResponseOutput
              previous_response_id ◄────────┐                                        │

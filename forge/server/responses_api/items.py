@@ -33,7 +33,7 @@ from forge.server.nested_fields import (
 from forge.server.protocol import invalid_field_error, missing_field_error
 
 MAX_ITEMS = 8192
-"""Items of one input."""
+"""Items of one conversation: those of its input and of earlier turns."""
 MAX_PARTS = 1024
 """Parts of one item's content."""
 MAX_ID_CHARS = 128
@@ -244,6 +244,14 @@ def build_messages(
     previous_items   items of an earlier response, which were checked
     items            items of the request's input
     """
+    num_items = len(previous_items) + len(items)
+    if num_items > MAX_ITEMS:
+        raise InvalidRequest(
+            "input",
+            f"with earlier turns there are {num_items} items, at most {MAX_ITEMS}",
+            "Send a shorter conversation as input, without previous_response_id",
+            "too_many_items",
+        )
     builder = _MessageBuilder()
     if instructions is not None:
         builder.add_instructions(instructions)
@@ -251,6 +259,7 @@ def build_messages(
         builder.add_item("previous_response_id", item)
     for index, item in enumerate(items):
         builder.add_item(f"input[{index}]", item)
+    builder.join_reasoning()
     return ChatMessages(builder.messages, builder.names)
 
 
@@ -261,6 +270,7 @@ class _MessageBuilder:
         self.messages: list[dict[str, Any]] = []
         self.names = {"messages": "input"}
         self._call_ids: set[str] = set()
+        self._reasoning_texts: dict[int, list[str]] = {}  # by the index of their message
         self._last_rank: int | None = None  # of the open message of the assistant, if there is one
 
     def add_instructions(self, text: str) -> None:
@@ -282,9 +292,14 @@ class _MessageBuilder:
             case "function_call_output":
                 self._add_call_output(param, item)
             case _:
-                message = self._open_assistant(param, "reasoning")
-                texts = [message.get("reasoning_content"), *_reasoning_texts(item)]
-                message["reasoning_content"] = "\n".join(filter(None, texts))
+                self._open_assistant(param, "reasoning")
+                texts = self._reasoning_texts.setdefault(len(self.messages) - 1, [])
+                texts += filter(None, _reasoning_texts(item))
+
+    def join_reasoning(self) -> None:
+        """Give messages the texts of their reasoning. Once, after all items: there may be many."""
+        for index, texts in self._reasoning_texts.items():
+            self.messages[index]["reasoning_content"] = "\n".join(texts)
 
     @property
     def _last_path(self) -> str:
