@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import sys
@@ -17,11 +18,17 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.limits import Limits
+from forge.outputs import TextDelta
+from forge.server.chat_formats import ChatFormats
 from forge.server.field_names import FieldNames
+from forge.server.output_items import OutputItems
 from forge.server.protocol import parse_request
 from forge.server.responses_api.items import MAX_ITEMS, build_messages, parse_input
+from forge.server.responses_api.output import ResponseOutput
 from forge.server.responses_api.request import ResponsesRequest
-from forge.server.responses_api.store import StoredResponse
+from forge.server.responses_api.store import ResponseStore, StoredResponse
+from forge.server.responses_api.stream import Recorder, ResponseEvents
+from forge.server.streaming import StreamEnded
 from forge.tokenizer import ByteTokenizer
 from tests.server.local_server import GatedModel, ManualClockLoop, wait_until
 from tests.server.test_promises_http import check_type
@@ -631,6 +638,33 @@ def test_a_stream_is_cancelled_by_its_id() -> None:
         wait_until(server.is_idle)
         follow = create(server, input="b", previous_response_id=response_id, max_output_tokens=1)
         assert follow["usage"]["input_tokens"] > 17
+
+
+def test_a_cancel_between_the_events_of_a_delta_comes_after_them() -> None:
+    async def cancel() -> None:
+        now_s, store = asyncio.get_running_loop().time(), ResponseStore(10**6, 60.0)
+        body = parse_request(ResponsesRequest, {"model": "m", "input": "a"})
+        chat = body.translate([], parse_input("a")).request_body
+        items = OutputItems.of_chat(chat, [1], ByteTokenizer(), ChatFormats(None, None, ""))
+        output = ResponseOutput("resp_1", '{"model":"m"}', 1, items, lambda: 0)
+        events = ResponseEvents(output, Recorder(output, b"", store))
+        unsent = iter(events.encode_delta(0, TextDelta(0, "text", (1,), None)))
+        sent = [next(unsent) for _ in range(3)]
+        stored = store.get("resp_1", now_s)
+        assert stored is not None and stored.cancel is not None
+        stored.cancel()
+        with pytest.raises(StreamEnded):
+            list(events.encode_delta(0, TextDelta(0, " more", (2,), None)))
+        sent += [*unsent, *events.encode_end()]
+        found = parse_events("".join(sent))  # it checks the numbers
+        assert kinds(found)[-4:] == [
+            *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
+        ]
+        stored = store.get("resp_1", now_s)
+        assert stored is not None and found[-1]["response"] == json.loads(stored.response)
+        assert texts_of(found[-1]["response"]) == ["text"]
+
+    asyncio.run(cancel())
 
 
 def test_a_client_that_leaves_ends_its_response_and_frees_its_blocks() -> None:
