@@ -309,6 +309,16 @@ class AsyncLLM:
             for request_observer in request_observers:
                 request_observer.on_close()
 
+    def abort(self, request: Request) -> None:
+        """Abort a request whose deltas are being read; its reader gets `abort`, without delay.
+
+        To be called on the event loop of the reader. One that has ended stays as it is.
+        """
+        mailbox = self._mailboxes.get(request.id)
+        if mailbox is not None:
+            self._abandon(request.id, mailbox)
+            mailbox.close(FinishReason.ABORT.value, None)
+
     def stream(
         self,
         prompt: Prompt,

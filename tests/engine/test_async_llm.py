@@ -222,6 +222,23 @@ def test_closing_an_iterator_early_aborts_its_request(depth: int, open_llm: LLMF
         run(leave(llm))
 
 
+def test_an_aborted_request_ends_with_its_text_so_far(open_llm: LLMFactory) -> None:
+    async def abort(llm: AsyncLLM) -> None:
+        request = llm.create_request("abc", LONG)
+        output = RequestOutput.empty(request)
+        async for delta in llm.stream_request(request):
+            output.append(delta)
+            llm.abort(request)
+        assert output.finish_reason == "abort" and output.token_ids
+        await wait_until_async(lambda: is_idle(llm))
+        assert llm.status.num_steps < 8000 and llm.num_open_requests == 0
+        llm.abort(request)  # it has ended: nothing happens
+        assert (await llm.generate("abc", SHORT)).finish_reason == "length"
+
+    with open_llm(SLOW) as llm:
+        run(abort(llm))
+
+
 def test_an_iterator_that_is_never_read_takes_nothing(open_llm: LLMFactory) -> None:
     async def ask(llm: AsyncLLM) -> None:
         stream = llm.stream("abc", LONG)

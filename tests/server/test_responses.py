@@ -647,7 +647,7 @@ def test_a_cancel_between_the_events_of_a_delta_comes_after_them() -> None:
         chat = body.translate([], parse_input("a")).request_body
         items = OutputItems.of_chat(chat, [1], ByteTokenizer(), ChatFormats(None, None, ""))
         output = ResponseOutput("resp_1", '{"model":"m"}', 1, items, lambda: 0)
-        events = ResponseEvents(output, Recorder(output, b"", store))
+        events = ResponseEvents(output, Recorder(output, b"", store), lambda: None)
         unsent = iter(events.encode_delta(0, TextDelta(0, "text", (1,), None)))
         sent = [next(unsent) for _ in range(3)]
         stored = store.get("resp_1", now_s)
@@ -665,6 +665,29 @@ def test_a_cancel_between_the_events_of_a_delta_comes_after_them() -> None:
         assert texts_of(found[-1]["response"]) == ["text"]
 
     asyncio.run(cancel())
+
+
+def test_a_cancel_frees_the_blocks_of_a_paused_engine() -> None:
+    with open_gated_server() as (server, model):
+
+        async def pause() -> None:
+            pausing = asyncio.create_task(server.llm.pause("keep"))
+            await asyncio.sleep(0)  # it is posted before the step in flight may end
+            model.permits.release(1)
+            await pausing
+
+        model.permits.release(4)
+        with server.client.stream("POST", PATH, json=LONG) as answer:
+            lines = answer.iter_lines()
+            response_id = read_until(lines, "response.created")["response"]["id"]
+            asyncio.run(pause())
+            assert not server.is_idle()
+            cancelled = get(server, f"{response_id}/cancel", method="POST").json()
+            assert cancelled["status"] == "cancelled"
+            assert read_until(lines, "response.incomplete")["response"] == cancelled
+        wait_until(server.is_idle)
+        assert server.llm.status.is_paused
+        asyncio.run(server.llm.resume())
 
 
 def test_a_client_that_leaves_ends_its_response_and_frees_its_blocks() -> None:

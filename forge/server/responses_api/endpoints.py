@@ -130,7 +130,7 @@ class ResponsesEndpoints:
         )
         recorder = Recorder(output, items, self._store(head.tenant) if is_stored else None)
         if request_body.stream:
-            encoder = ResponseEvents(output, recorder)
+            encoder = ResponseEvents(output, recorder, lambda: queue.llm.abort(engine_request))
             return GeneratedStream(queue, (engine_request,), head.request_id, encoder)
 
         (engine_output,) = await generation.generate_outputs(

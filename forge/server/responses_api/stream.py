@@ -60,11 +60,17 @@ class Recorder:
 
 
 class ResponseEvents:
-    """StreamEncoder of a response."""
+    """StreamEncoder of a response.
 
-    def __init__(self, output: ResponseOutput, recorder: Recorder) -> None:
+    abort   ends the request in the engine; called where the response is cancelled by its id
+    """
+
+    def __init__(
+        self, output: ResponseOutput, recorder: Recorder, abort: Callable[[], None]
+    ) -> None:
         self._output = output
         self._recorder = recorder
+        self._abort = abort
         self._has_started = False
         self._last_events: list[Event] = []
 
@@ -104,6 +110,7 @@ class ResponseEvents:
 
     def _cancel(self) -> None:
         self._end("cancelled", None)
+        self._abort()  # the stream then gets a last delta, even in a pause of the engine
 
     def _end(self, status: str | None, message: str | None) -> None:
         """End and store the response, unless it has ended."""
