@@ -25,7 +25,8 @@ CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
   $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache kv_event_wire kv_events policy \
     proposers reasoning scheduler session_timers sessions sessions_hostile speculation_edges step_bound \
     structured_output uniform_steps) \
-  engine/test_engine engine/test_tiers sim/test_fast_forward sim/test_replay sim/test_session_expiry \
+  engine/test_engine engine/test_tiers engine/test_weight_updates film/test_live film/test_state sim/test_fast_forward \
+  sim/test_replay sim/test_session_expiry \
   $(addprefix routing/test_, prefix_index replica_table router) $(addprefix ray/test_, routing_key routing_state scaling)))
 
 # What another version of torch, transformers or tokenizers can break: configurations, modelling classes,

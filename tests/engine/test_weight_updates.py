@@ -531,3 +531,13 @@ def test_a_number_that_a_trainer_gave_is_no_later_version() -> None:
     with LLM("hash", num_blocks=8) as llm:
         versions = [llm.update_weights({"seed": 1}, name) for name in ("2", None, "9", None, "a")]
         assert [*versions, llm.update_weights({"seed": 2})] == ["2", "3", "9", "10", "a", "11"]
+
+
+def test_a_wait_of_an_engine_that_is_paused_changes_nothing() -> None:
+    engine = Engine(create_model(), create_config())
+    engine.submit(create_request(0))
+    engine.step()
+    engine.pause(PauseMode.KEEP)
+    engine.pause(PauseMode.WAIT)
+    assert engine.is_paused and engine.pause_state.mode is PauseMode.KEEP
+    assert not engine.can_step

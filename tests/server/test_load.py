@@ -73,7 +73,7 @@ def test_a_server_publishes_the_blocks_of_its_prompts_and_counts_the_batches(
     decode = pytest.importorskip("msgspec.msgpack").decode
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.subscribe(b"kv-events")
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        port = socket.bind_to_random_port("tcp://127.0.0.1", 20_000, 32_000)
         socket.unbind(socket.last_endpoint)
         endpoint = f"tcp://127.0.0.1:{port}"
         with open_metered(kind=kind, kv_events=endpoint) as served:
