@@ -54,6 +54,9 @@ LEADER_GRACE_S = 2.0
 ORPHAN_GRACE_S = 2.0
 """Seconds that ranks have to end by themselves once rank 0 has ended."""
 
+EXIT_CODE_TIMEOUT_S = 0.5
+"""Seconds to wait for the exit code of a process whose pipes have closed."""
+
 STOP_TIMEOUT_S = 10.0
 """Seconds that ranks have to end by themselves, after their last step, when the group closes."""
 
@@ -313,6 +316,7 @@ class RankGroup:
 
 def _describe_end(follower: _Follower, words: str | None) -> str:
     """Return which rank ended, and why as far as that is known."""
+    follower.process.join(EXIT_CODE_TIMEOUT_S)  # its pipes close just before it has an exit code
     exit_code = follower.process.exitcode
     cause = f"exit code {exit_code}"
     if exit_code is None:
