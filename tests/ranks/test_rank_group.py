@@ -183,7 +183,7 @@ def test_rank_0_in_a_thread_leads_and_its_group_closes() -> None:
     group.expect_end()
     writer.close()
     group.close()
-    assert group.failure is None or group.failure.startswith("rank 1 ended (exit code ")
+    assert group.failure is None or "torchrun" not in group.failure
 
 
 def test_a_process_whose_own_thread_waits_for_a_rank_that_ended_ends_too() -> None:
