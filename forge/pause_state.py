@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from forge.errors import (
     DuplicateRequest,
@@ -26,6 +27,16 @@ from forge.errors import (
 )
 from forge.pause import PauseMode
 from forge.request import Request
+
+
+class HeldRequest(NamedTuple):
+    """A request that waits for the end of a pause.
+
+    grammar   reference that keeps its compiled structure alive until then; None without one
+    """
+
+    request: Request
+    grammar: object
 
 
 @dataclass(slots=True)
@@ -41,20 +52,18 @@ class PauseState:
     mode: PauseMode | None = None
     sleep_level: int = 0
     lacks_weights: bool = False
-    held_requests: dict[int, Request] = field(default_factory=dict)
-    _grammars: dict[int, object] = field(default_factory=dict)  # keep structures compiled
+    held_requests: dict[int, HeldRequest] = field(default_factory=dict)
 
-    def hold(self, request: Request, live_ids: Container[int], grammar: object = None) -> None:
-        """Keep the request and its compiled structure until `end`. Raises DuplicateRequest."""
+    def hold(self, request: Request, live_ids: Container[int], grammar: object) -> None:
+        """Keep the request and its compiled structure until `release`. Raises DuplicateRequest."""
         if request.id in self.held_requests or request.id in live_ids:
             raise DuplicateRequest("id", f"request {request.id} is live", "Use a new id")
-        self.held_requests[request.id] = request
-        self._grammars[request.id] = grammar
+        self.held_requests[request.id] = HeldRequest(request, grammar)
 
     def release(self, request_id: int) -> Request | None:
-        """Return a request that no longer waits, or None."""
-        self._grammars.pop(request_id, None)
-        return self.held_requests.pop(request_id, None)
+        """Let the request wait no longer, and return it. None where it did not wait."""
+        held = self.held_requests.pop(request_id, None)
+        return None if held is None else held.request
 
     def check_awake(self) -> None:
         """Raise EnginePaused while the model sleeps."""
@@ -89,7 +98,7 @@ class PauseState:
     def end(self) -> list[Request]:
         """End the pause, and return the requests that waited: `release` each once it is queued."""
         self.mode = None
-        return list(self.held_requests.values())
+        return [held.request for held in self.held_requests.values()]
 
     def end_sleep(self) -> None:
         """Record that the model is awake; after level 2 it lacks weights."""

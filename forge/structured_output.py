@@ -112,6 +112,11 @@ class _AddedToken(NamedTuple):
     is_complete: bool = False
     error: Exception | None = None
 
+    @property
+    def needs_mask(self) -> bool:
+        """True where a mask must follow and has not been computed yet."""
+        return not (self.error or self.is_complete or self.mask)
+
 
 class LLGuidanceMatcher:
     """Matches one output. Raises ValueError where its structure becomes too complex to match.
@@ -142,17 +147,12 @@ class LLGuidanceMatcher:
 
         `feed` raises the errors. Before it, `finish_feed` must be called where a mask is needed.
         """
-        if self._added is not None:  # the step that added it was interrupted
-            return (
-                self._added.token == token
-                and self._added.mask == b""
-                and not (self._added.error or self._added.is_complete)
-            )
-        try:
-            self._added = self._add(token)
-        except Exception as error:  # the commit ends this output alone
-            self._added = _AddedToken(token, error=error)
-        return not (self._added.error or self._added.is_complete)
+        if self._added is None:  # else a step that was interrupted has added it
+            try:
+                self._added = self._add(token)
+            except Exception as error:  # the commit ends this output alone
+                self._added = _AddedToken(token, error=error)
+        return self._added.needs_mask
 
     def finish_feed(self, mask: bytes) -> None:
         """Set the mask that `matcher` computed after the token of `start_feed`."""
@@ -165,7 +165,7 @@ class LLGuidanceMatcher:
         if added is None:
             added = self._add(token)
         assert added.token == token, f"token {added.token} was added and {token} is fed"
-        if not (added.error or added.is_complete or added.mask):
+        if added.needs_mask:
             added = self._check_mask(added, self._compute_mask(self.matcher))
         if added.error is not None:
             self._on_error()

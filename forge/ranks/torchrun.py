@@ -131,14 +131,7 @@ class SiblingRanks:
             deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
             while len(self._sockets) < torchrun.world_size - 1:
                 try:
-                    listener.settimeout(max(0.001, deadline_s - time.monotonic()))
-                    connected, _ = listener.accept()
-                    if _credentials(connected)[1] != os.getuid():
-                        connected.close()  # any user can connect, and must not end the start
-                        continue
-                    connected.settimeout(max(0.001, deadline_s - time.monotonic()))
-                    (rank,) = _LENGTH.unpack(_receive(connected, _LENGTH.size))
-                    connected.settimeout(None)
+                    rank, connected = _accept_rank(listener, deadline_s)
                 except TimeoutError:
                     raise EngineDead(
                         f"{torchrun.world_size - 1 - len(self._sockets)} processes of torchrun did "
@@ -146,7 +139,8 @@ class SiblingRanks:
                     ) from None
                 if rank in self._sockets or not 0 < rank < torchrun.world_size:
                     raise EngineDead(
-                        f"a process has connected as rank {rank}, which is not missing"
+                        f"a process of torchrun has rank {rank}, which does not exist or "
+                        "which another process has. See --nproc-per-node"
                     )
                 self._sockets[rank] = connected
 
@@ -180,7 +174,8 @@ def follow_sibling(torchrun: TorchrunRank) -> NoReturn:
     """Run this process's rank: take its context from rank 0, and end when the ring ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
         _connect(connected, torchrun.address)
-        _check_user(connected)
+        if not _is_own(connected):
+            raise EngineDead("a process of another user listens at the address of rank 0")
         connected.sendall(_LENGTH.pack(torchrun.rank))
         length, pipes, *_ = socket.recv_fds(connected, _LENGTH.size, _NUM_PIPES)
         for pipe in pipes:
@@ -223,11 +218,31 @@ def _credentials(connected: socket.socket) -> tuple[int, int, int]:
     return pid, user, group
 
 
-def _check_user(connected: socket.socket) -> None:
-    """Raise EngineDead where the other end is a process of another user."""
-    user = _credentials(connected)[1]
-    if user != os.getuid():
-        raise EngineDead(f"a process of user {user} has connected as a rank")
+def _is_own(connected: socket.socket) -> bool:
+    """Return whether the other end is a process of this user: any user may use the address."""
+    return _credentials(connected)[1] == os.getuid()
+
+
+def _accept_rank(listener: socket.socket, deadline_s: float) -> tuple[int, socket.socket]:
+    """Return the next rank that connects, and its socket. Raise TimeoutError after the deadline.
+
+    Processes of other users are left out, since one of them could end every start.
+    """
+    while True:
+        listener.settimeout(_remaining_s(deadline_s))
+        connected, _ = listener.accept()
+        if _is_own(connected):
+            break
+        connected.close()
+    connected.settimeout(_remaining_s(deadline_s))
+    (rank,) = _LENGTH.unpack(_receive(connected, _LENGTH.size))
+    connected.settimeout(None)
+    return rank, connected
+
+
+def _remaining_s(deadline_s: float) -> float:
+    """Return the seconds until the deadline; a little where it is over, since 0 never waits."""
+    return max(0.001, deadline_s - time.monotonic())
 
 
 def _receive(connected: socket.socket, num_bytes: int) -> bytes:

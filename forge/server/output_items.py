@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from forge.outputs import TextDelta
+from forge.outputs import RequestOutput, TextDelta
 from forge.request import NOTHING_CACHED
 from forge.server.chat import ChatRequest
 from forge.server.chat_choice import create_call_id
@@ -161,6 +161,19 @@ class OutputItems:
                     yield self._add(text)
         if delta.finish_reason is not None:
             yield from self.end()
+
+    def push_whole(self, output: RequestOutput) -> Iterator[ItemEvent]:
+        """Add the only choice of a request that has ended, as its one delta."""
+        (choice,) = output.choices
+        return self.push(
+            TextDelta(
+                choice.index,
+                choice.text,
+                tuple(choice.token_ids),
+                choice.finish_reason,
+                cached_tokens=output.cached_tokens,
+            )
+        )
 
     def end(self) -> Iterator[ItemEvent]:
         """End the output, after its last delta or before it; yield the events of that."""

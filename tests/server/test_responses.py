@@ -27,7 +27,7 @@ from forge.server.responses_api.items import MAX_ITEMS, build_messages, parse_in
 from forge.server.responses_api.output import ResponseOutput
 from forge.server.responses_api.request import ResponsesRequest
 from forge.server.responses_api.store import ResponseStore, StoredResponse
-from forge.server.responses_api.stream import Recorder, ResponseEvents
+from forge.server.responses_api.stream import ResponseEvents, ResponseRecorder
 from forge.server.streaming import StreamEnded
 from forge.tokenizer import ByteTokenizer
 from tests.server.local_server import GatedModel, ManualClockLoop, wait_until
@@ -647,7 +647,7 @@ def test_a_cancel_between_the_events_of_a_delta_comes_after_them() -> None:
         chat = body.translate([], parse_input("a")).request_body
         items = OutputItems.of_chat(chat, [1], ByteTokenizer(), ChatFormats(None, None, ""))
         output = ResponseOutput("resp_1", '{"model":"m"}', 1, items, lambda: 0)
-        events = ResponseEvents(output, Recorder(output, b"", store), lambda: None)
+        events = ResponseEvents(output, ResponseRecorder(output, b"", store), lambda: None)
         unsent = iter(events.encode_delta(0, TextDelta(0, "text", (1,), None)))
         sent = [next(unsent) for _ in range(3)]
         stored = store.get("resp_1", now_s)

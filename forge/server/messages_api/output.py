@@ -72,14 +72,7 @@ class MessageOutput:
             tokens = choice.token_ids[start : start + TOKENS_PER_SLICE]
             self._match_stops(tokens)
             yield len(tokens)
-        delta = TextDelta(
-            choice.index,
-            choice.text,
-            tuple(choice.token_ids),
-            choice.finish_reason,
-            cached_tokens=output.cached_tokens,
-        )
-        for _ in self._items.push(delta):
+        for _ in self._items.push_whole(output):
             pass
         yield 1
         return {

@@ -44,7 +44,7 @@ from forge.server.responses_api.list_query import check_no_query, parse_list_que
 from forge.server.responses_api.output import ResponseOutput
 from forge.server.responses_api.request import ResponsesRequest
 from forge.server.responses_api.store import ResponseStore, StoredResponse
-from forge.server.responses_api.stream import Recorder, ResponseEvents
+from forge.server.responses_api.stream import ResponseEvents, ResponseRecorder
 from forge.server.served_model import ServedModel
 from forge.server.streaming import GeneratedStream
 
@@ -128,7 +128,7 @@ class ResponsesEndpoints:
             ),
             lambda: int(time.time()),
         )
-        recorder = Recorder(output, items, self._store(head.tenant) if is_stored else None)
+        recorder = ResponseRecorder(output, items, self._store(head.tenant) if is_stored else None)
         if request_body.stream:
             encoder = ResponseEvents(output, recorder, lambda: queue.llm.abort(engine_request))
             return GeneratedStream(queue, (engine_request,), head.request_id, encoder)

@@ -75,15 +75,7 @@ class ResponseOutput:
 
     def add_output(self, output: RequestOutput) -> None:
         """Add the whole output of a request, which ends the response."""
-        (choice,) = output.choices
-        delta = TextDelta(
-            choice.index,
-            choice.text,
-            tuple(choice.token_ids),
-            choice.finish_reason,
-            cached_tokens=output.cached_tokens,
-        )
-        for event in self._items.push(delta):
+        for event in self._items.push_whole(output):
             self._note(event)
         self._end(self._final_status())
 

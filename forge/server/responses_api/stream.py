@@ -1,4 +1,4 @@
-"""ResponseEvents: the stream of a response; and Recorder, which stores it.
+"""ResponseEvents: the stream of a response; and ResponseRecorder, which stores it.
 
 Owns when a response is stored, and its end before its output. Knows no tenant.
 
@@ -25,7 +25,7 @@ from forge.server.sse import comment_ping, encode_named_event
 from forge.server.streaming import StreamEnded
 
 
-class Recorder:
+class ResponseRecorder:
     """Stores one response, from its start or at its end.
 
     items   items of its conversation, encoded
@@ -66,7 +66,7 @@ class ResponseEvents:
     """
 
     def __init__(
-        self, output: ResponseOutput, recorder: Recorder, abort: Callable[[], None]
+        self, output: ResponseOutput, recorder: ResponseRecorder, abort: Callable[[], None]
     ) -> None:
         self._output = output
         self._recorder = recorder
