@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from forge.async_llm import AsyncLLM
+from forge.bench.served_traffic import find_free_port
 from tests.server.local_server import GatedModel, wait_until
 from tests.server.test_metrics import open_metered
 from tests.server.test_server import open_server
@@ -73,9 +74,7 @@ def test_a_server_publishes_the_blocks_of_its_prompts_and_counts_the_batches(
     decode = pytest.importorskip("msgspec.msgpack").decode
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.subscribe(b"kv-events")
-        port = socket.bind_to_random_port("tcp://127.0.0.1", 20_000, 32_000)
-        socket.unbind(socket.last_endpoint)
-        endpoint = f"tcp://127.0.0.1:{port}"
+        endpoint = f"tcp://127.0.0.1:{find_free_port()}"
         with open_metered(kind=kind, kv_events=endpoint) as served:
             socket.connect(endpoint)
             deadline_s = time.monotonic() + TIMEOUT_S
