@@ -268,7 +268,11 @@ class RankGroup:
                 self._read_report(reports, pipe, words)
             if self._leader is not None and self._leader.sentinel in ready:
                 self._leader.join(KILL_TIMEOUT_S)
-                if self._fail(f"rank 0 ended (exit code {self._leader.exitcode})"):
+                failure = f"rank 0 ended (exit code {self._leader.exitcode})"
+                if self._leader.exitcode == 1:  # An error: perhaps that another rank has ended.
+                    failures = self._describe_failed_followers(reports, words)
+                    failure = "; ".join([*failures, failure])
+                if self._fail(failure):
                     _join_all(self._followers, ORPHAN_GRACE_S)
                     _kill_all(self._followers)
                 return
@@ -287,6 +291,24 @@ class RankGroup:
                     end_leader()
                 return
         self._fail("rank 0 has ended the ring")
+
+    def _describe_failed_followers(
+        self, reports: dict[Connection, int], words: dict[int, str]
+    ) -> list[str]:
+        """Return how the ranks whose pipes have closed ended, without those that ended in order.
+
+        Rank 0 sees that such a rank's pipes have closed, and may end before its process is seen to.
+        """
+        failures = []
+        for follower in self._followers:
+            while follower.reports in reports and follower.reports.poll():
+                self._read_report(reports, follower.reports, words)
+            if follower.reports in reports:
+                continue
+            failure = _describe_end(follower, words.get(follower.rank))
+            if follower.process.exitcode != 0:
+                failures.append(failure)
+        return failures
 
     def _read_report(
         self, reports: dict[Connection, int], pipe: Connection, words: dict[int, str]

@@ -48,13 +48,24 @@ def num_memory_files() -> int:
 class Ranks:
     """Three ranks, of which rank 0 is a process too."""
 
-    def __init__(self, stage: str, failing_rank: int = 2, run_rank: RunRank = follow) -> None:
+    def __init__(
+        self,
+        stage: str,
+        failing_rank: int = 2,
+        run_rank: RunRank = follow,
+        watch: bool = True,
+    ) -> None:
         self.group = RankGroup(3, run_rank, (stage, failing_rank))
         rank_context = self.group.context_of_process()
         context = multiprocessing.get_context("spawn")
         self.leader = context.Process(target=lead, args=(rank_context, stage), daemon=True)
         self.leader.start()
-        self.group.watch_process(self.leader, rank_context)
+        self._rank_context = rank_context
+        if watch:
+            self.watch()
+
+    def watch(self) -> None:
+        self.group.watch_process(self.leader, self._rank_context)
 
     @property
     def pids(self) -> list[int]:
@@ -106,6 +117,19 @@ def test_a_rank_that_cannot_be_imported_ends_all_ranks() -> None:
     with pytest.raises(EngineDead, match=r"rank 2 ended \(exit code 1\)"):
         ranks.group.wait_until_ready()
     wait_until(lambda: not any(map(is_alive, pids)))
+    ranks.group.close()
+
+
+@pytest.mark.long
+def test_the_cause_is_named_where_rank_0_has_ended_of_it_before_anybody_looks() -> None:
+    """Rank 0 ends with an error soon after the rank that it has lost."""
+    ranks = Ranks("none", run_rank=follow_after_import, watch=False)
+    wait_until(lambda: not is_alive(ranks.pids[0]) and not is_alive(ranks.pids[2]))
+    ranks.watch()
+    wait_until(lambda: ranks.group.failure is not None)
+    assert ranks.group.failure is not None
+    assert ranks.group.failure.startswith("rank 2 ended (exit code 1)")
+    assert ranks.group.failure.endswith("; rank 0 ended (exit code 1)")
     ranks.group.close()
 
 
