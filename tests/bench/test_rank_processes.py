@@ -36,6 +36,7 @@ def run(set_up: Any, parts: Sequence[str], limit_s: float) -> tuple[dict[str, An
     return results, failures
 
 
+@pytest.mark.long
 def test_every_part_has_the_results_of_all_ranks_in_their_order() -> None:
     results, failures = run(run_named_parts, ["a", "b"], 50)
     assert failures == []
@@ -57,6 +58,7 @@ def test_an_exception_and_the_end_of_a_process_are_failures_of_their_parts() -> 
     assert failures[1] == "exit: rank 1 failed: its process ended"
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_be_set_up_run_no_part() -> None:
     results, failures = run(fail_to_set_up, ["a"], 50)
     assert results == {}

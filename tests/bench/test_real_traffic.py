@@ -68,6 +68,7 @@ def parse(printed: str) -> list[dict[str, Any]]:
 # forge
 
 
+@pytest.mark.long
 def test_every_offline_cell_of_forge_prints_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,6 +237,7 @@ def fake_untested_version(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.long
 def test_info_names_an_installed_version_that_was_not_tested(tmp_path: Path) -> None:
     status, out, err = run_forge("info", "--port", "0", **fake_untested_version(tmp_path))
     (line,) = [line for line in out.splitlines() if line.startswith("versions")]
@@ -244,6 +245,7 @@ def test_info_names_an_installed_version_that_was_not_tested(tmp_path: Path) -> 
     assert "h11 9.0 (tested: >=0.16,<0.17)" in line
 
 
+@pytest.mark.long
 def test_a_server_warns_of_an_installed_version_that_was_not_tested(tmp_path: Path) -> None:
     """It starts: here it is refused for another reason right after."""
     status, _, err = run_forge("serve", "--host", "0.0.0.0", **fake_untested_version(tmp_path))
@@ -418,6 +420,7 @@ def run_stubs(tmp_path: Path) -> Callable[..., list[str]]:
     return run
 
 
+@pytest.mark.long
 def test_bench_hands_its_flags_to_the_benchmark(
     run_stubs: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -1110,6 +1113,7 @@ def test_a_command_takes_the_flags_of_the_page_and_no_others(
     assert ("[MODEL]" in usage) is (command != "generate")
 
 
+@pytest.mark.long
 def test_the_page_has_a_row_for_every_benchmark_with_its_flags(forge: ForkedForge) -> None:
     rows = [re.findall(r"`([^`]*)`", row)[:2] for row in parse_tables(PAGE)[3]]
     names = re.findall(r"^    (\w+) ", forge.check_output("bench", "--help"), re.MULTILINE)

@@ -61,6 +61,7 @@ def digest_of_all_plan_logs() -> str:
 PRINT_DIGEST = "from tests.core.test_determinism import *; print(digest_of_all_plan_logs())"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "hash_seed",
     ["1", *(pytest.param(each, marks=pytest.mark.long) for each in ("0", "random"))],

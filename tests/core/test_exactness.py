@@ -89,6 +89,7 @@ def run_worlds(seeds: Iterable[int], audited_every: int) -> Counter[str]:
     return reached
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seeds",
     [
@@ -147,6 +148,7 @@ def max_steps(world: RandomWorld) -> int:
     return 2 * (1 + ALLOWED_PREEMPTIONS) * sum(lengths) + world.config.depth
 
 
+@pytest.mark.long
 def test_a_sequence_preempted_eight_times_is_not_preempted_again_and_finishes() -> None:
     """`count_events` asserts that no sequence is preempted a ninth time."""
     reached: Counter[str] = Counter()

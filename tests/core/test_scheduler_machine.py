@@ -887,18 +887,21 @@ POOL_EVENTS = (
 
 
 # Shrinking a failure takes longer than a test may: a run that passes takes seconds.
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_few_orders_of_events_break_no_invariant_of_the_scheduler() -> None:
     reached = run_machine(SchedulerMachine, 4, 40)
     assert reached["preempted"] and reached["prefix hits"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_few_orders_of_events_break_no_invariant_with_a_host_pool() -> None:
     reached = run_machine(HostMachine, 6, 40)
     assert reached["stores"] and reached["loads"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_few_orders_of_operations_break_no_invariant_of_the_pool() -> None:
     reached = run_machine(PoolMachine, 30, 50)

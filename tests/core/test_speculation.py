@@ -209,6 +209,7 @@ def check_worlds(worlds: Iterable[RandomWorld]) -> Counter[str]:
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["draft", "ngram"])
 def test_drafts_change_no_token_of_a_greedy_or_a_seeded_output(

@@ -71,6 +71,7 @@ ROUNDS = ("rounds", "replaced", "bonus", "guesses", "filtered", "penalised", "fa
 ENDS = ("eos", "stop id", "stop string", "length")
 
 
+@pytest.mark.long
 def test_every_round_of_a_random_world_follows_from_its_seed() -> None:
     """Drafts, p and q, accepted tokens, the replacement of the first rejected one, and logprobs.
 

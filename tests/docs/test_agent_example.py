@@ -112,6 +112,7 @@ def tool_results(body: dict[str, Any]) -> list[str]:
     return [each["content"] for each in body["messages"] if each["role"] == "tool"]
 
 
+@pytest.mark.long
 def test_the_agent_runs_tools_until_the_model_answers_in_one_session(
     agent: ModuleType, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_the_agent_runs_tools_until_the_model_answers_in_one_session(
     assert all(body["expected_pause_s"] >= 0 for body in model.bodies[1:])
 
 
+@pytest.mark.long
 def test_the_agent_runs_on_forge_to_its_limit_and_leaves_no_session(
     agent: ModuleType, openai: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,6 +247,7 @@ def unfrozen_gc() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unfrozen_gc")
 def test_no_collection_visits_the_objects_of_the_start_until_the_engine_is_closed() -> None:
     llm = AsyncLLM.spawn("hash")

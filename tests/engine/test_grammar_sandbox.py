@@ -168,6 +168,7 @@ def test_a_structure_whose_process_the_machine_ended_may_be_tried_again() -> Non
         assert not compiler._cached_errors
 
 
+@pytest.mark.long
 def test_a_structure_that_takes_too_long_is_refused_by_the_limit_of_the_last_level() -> None:
     last = SHORT._replace(cpu_s=0.25, memory_mib=256, max_waiting=1)
     with create_compiler(SHORT, last) as compiler:

@@ -84,6 +84,7 @@ TEXTS = st.text(alphabet="ab é😀\ufffd", min_size=1, max_size=4)
 TOKENS = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
 
 
+@pytest.mark.long
 @settings(max_examples=500, deadline=None)
 @example([5, 5], ["bb", "abb", "ab"], 2)
 @example([1, 8], ["\ufffd"], 0)

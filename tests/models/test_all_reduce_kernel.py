@@ -131,6 +131,7 @@ def run_calls(
     return reached
 
 
+@pytest.mark.long
 @each_variant
 @pytest.mark.parametrize("store_delay", [1, 50])
 def test_ranks_get_exact_sums_of_calls_of_any_size_in_any_order_of_their_warps(

@@ -96,6 +96,7 @@ def check_case(kernels: DecodeKernels, case: Case) -> None:
     assert repr(result.blocks) == repr(blocks), "a position that is not new was written"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

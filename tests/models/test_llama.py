@@ -181,6 +181,7 @@ def test_outputs_do_not_depend_on_the_batching(name: str, expected: Any) -> None
     assert (found.num_accepted_tokens > 0) == name.startswith("drafts")
 
 
+@pytest.mark.long
 def test_rejection_accepts_drafts_and_greedy_outputs_stay() -> None:
     requests = draw_requests(seed=4, count=6, max_tokens=12)
     plain = run("tiny", requests)

@@ -156,6 +156,7 @@ def row_status(row: Sequence[float]) -> int:
     return {inf: HAS_POSITIVE_INF, -inf: ALL_NEGATIVE_INF}.get(max(row), OK)
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_the_normative_arithmetic(kernels: Kernels) -> None:
     rng = Random(11)
     for index in range(40):
@@ -302,6 +303,7 @@ def expected_tokens(
     ]
 
 
+@pytest.mark.long
 def test_the_filters_keep_the_tokens_of_the_normative_arithmetic(kernels: Kernels) -> None:
     rng = Random(14)
     for index in range(40):

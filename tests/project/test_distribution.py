@@ -81,6 +81,7 @@ def run_forge(*path: Path, program: str = RUN) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.long
 def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(
     forge_wheel: Path,
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(
     assert install_remedy("hf").endswith(f"'{forge_wheel.name}[hf]'")
 
 
+@pytest.mark.long
 def test_the_wheel_alone_runs(forge_wheel: Path, tmp_path: Path) -> None:
     run = run_forge(install(tmp_path, forge_wheel))
     assert (run.returncode, run.stdout, run.stderr) == (0, f"forge {VERSION}\n", "")
@@ -119,6 +121,7 @@ def test_a_wheel_that_is_built_from_the_source_distribution_is_the_same(
         assert sorted(built.namelist()) == sorted(expected.namelist())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "line"),
     [

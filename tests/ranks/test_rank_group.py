@@ -82,6 +82,7 @@ def _nothing_is_left() -> Iterator[None]:
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("forge-rank")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
@@ -133,6 +134,7 @@ def test_the_cause_is_named_where_rank_0_has_ended_of_it_before_anybody_looks() 
     ranks.group.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_while_it_waits_for_a_step_ends_all_ranks(rank: int) -> None:
     ranks = Ranks("killed while serving")
@@ -144,6 +146,7 @@ def test_a_rank_that_is_killed_while_it_waits_for_a_step_ends_all_ranks(rank: in
     ranks.group.close()
 
 
+@pytest.mark.long
 def test_the_end_of_rank_0_ends_ranks_that_hang_in_a_step() -> None:
     ranks = Ranks("rank 0 killed in a step")
     pids = ranks.pids
@@ -152,6 +155,7 @@ def test_the_end_of_rank_0_ends_ranks_that_hang_in_a_step() -> None:
     ranks.group.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage",
     [

@@ -421,6 +421,7 @@ def test_a_request_that_the_engine_fails_on_is_a_500_and_no_other_is() -> None:
         server.check_idle()
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_before_its_answer_leaves_nothing() -> None:
     """Row 143, with whole responses and with streams, alongside a good stream.
 

@@ -183,6 +183,7 @@ def test_a_stop_string_ends_the_answer_before_it(server: RunningServer) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.long
 def test_every_sampling_field_reaches_the_engine(server: RunningServer) -> None:
     """Each field alone gives the output of /v1/completions with it."""
     fields: list[dict[str, Any]] = [

@@ -220,6 +220,7 @@ print(main(["info"]))
 """
 
 
+@pytest.mark.long
 def test_open_files_are_raised_as_far_as_they_may_be_and_more_is_refused() -> None:
     command = [sys.executable, "-c", LIMITED_PROGRAM]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

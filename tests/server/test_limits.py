@@ -1152,6 +1152,7 @@ def count_requests(server: LimitsServer) -> int:
     return int(found["running"] + found["waiting"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "deed",
     [

@@ -168,6 +168,7 @@ class ProbeLoad(NamedTuple):
 LEAST_STEPS = 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "load",
     [

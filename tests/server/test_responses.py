@@ -326,6 +326,7 @@ def test_structured_text_matches_its_schema(server: RunningServer) -> None:
     assert found["city"] in ("Rome", "Oslo")
 
 
+@pytest.mark.long
 def test_the_official_client_creates_streams_and_continues(
     scripted_server: RunningServer, openai: Any
 ) -> None:

@@ -1311,6 +1311,7 @@ OPEN |= {"ignore_eos": True}
 CLEAN_EXIT = (0, "closed: it was closed\n", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
@@ -1334,6 +1335,7 @@ def is_closing(client: httpx.Client) -> bool:
     return httpx.get(url, trust_env=False, verify=False, timeout=TIMEOUT_S).status_code == 503
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )

@@ -272,6 +272,7 @@ def engine_time() -> Iterator[VirtualTime]:
         yield virtual_time
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_a_hostile_client_gains_no_memory_and_harms_no_other_tenant(count: int) -> None:
     """A new id with each request, with endless pauses. All sessions expire, except in use."""

@@ -240,6 +240,7 @@ def test_what_takes_more_memory_than_it_may_is_refused_and_others_are_not(
     assert Structure.grammar(COSTLY) not in kept
 
 
+@pytest.mark.long
 def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(
     server: RunningServer,
 ) -> None:

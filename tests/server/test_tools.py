@@ -899,6 +899,7 @@ def test_reading_takes_time_in_proportion_to_the_text() -> None:
     ]
 
 
+@pytest.mark.long
 def test_arguments_that_are_nested_too_deep_are_refused_for_their_depth(
     server: RunningServer,
 ) -> None:

@@ -332,6 +332,7 @@ class JitteredCost(NamedTuple):
         return self.table.commit_ns(plan)
 
 
+@pytest.mark.long
 def test_noise_and_stalls_do_not_shift_the_mean():
     """Few of fifteen times are stalls, so the median is none."""
     found = fit_planted(CONFIG, JitteredCost)
@@ -340,6 +341,7 @@ def test_noise_and_stalls_do_not_shift_the_mean():
         assert errors.median < 0.015 and abs(errors.bias) < 0.01
 
 
+@pytest.mark.long
 def test_a_host_bound_model_is_fitted_with_its_launches():
     """The launch is all there is, and longer for longer sequences: that part goes to the step."""
 
@@ -422,6 +424,7 @@ def fit_captured(cost: Callable[[TableCost], CostModel]) -> FitResult:
     return FitResult(table, TableCost(fit_tables(known, [], [])), holdout)
 
 
+@pytest.mark.long
 def test_tiles_and_processors_of_captured_chunks_are_found_again():
     found = fit_captured(lambda table: table)
     for kind in ("chunk", "mixed"):
@@ -432,6 +435,7 @@ def test_tiles_and_processors_of_captured_chunks_are_found_again():
         assert get_parameters(other)[-3:] == pytest.approx(get_parameters(true)[-3:], rel=0.005)
 
 
+@pytest.mark.long
 def test_noise_and_stalls_do_not_shift_captured_chunks():
     found = fit_captured(JitteredCost)
     shapes = [(each.tile, each.processors, each.heads) for each in found.found.tables.recorded[1:]]
@@ -601,6 +605,7 @@ class SlowDecodeCost(NamedTuple):
         return round(table.step_ns(plan) * stall)
 
 
+@pytest.mark.long
 def test_served_steps_join_the_probes():
     """Probes underestimate reads.
 
@@ -658,6 +663,7 @@ def test_a_stall_weighs_less_in_a_fit_that_is_repeated():
     assert once > 102 and 100 <= again < 100.5
 
 
+@pytest.mark.long
 def test_simpler_models_lose(exact: FitResult):
     """A constant, an affine function of rows and tokens, and the roofline, on the same steps."""
     profiled_all = run_profile(exact.planted).samples
@@ -668,6 +674,7 @@ def test_simpler_models_lose(exact: FitResult):
         assert errors["p90"] > 20 * best + 0.02
 
 
+@pytest.mark.long
 def test_held_out_samples_are_in_the_final_tables(exact: FitResult):
     """A held-out step takes twice as long: only the final tables take it into account."""
     samples = run_profile(exact.planted).samples
@@ -749,6 +756,7 @@ def test_too_few_samples_are_refused(exact: FitResult):
         fit_tables([s for s in exact.holdout if s.kind == "decode"], [], [])
 
 
+@pytest.mark.long
 def test_host_times_are_predicted_from_rows_events_blocks_and_tokens():
     """Plans of the real scheduler with planted times; one kind of them stalls."""
     pytest.importorskip("numpy")
@@ -863,6 +871,7 @@ def test_a_step_that_waits_for_its_drafts_is_not_launched_ahead(with_drafts: Fit
         assert bool(ahead) == (sample.kind in ("decode", "mixed"))
 
 
+@pytest.mark.long
 def test_only_steps_without_drafts_are_in_flight_together():
     """As many as the engine's depth, and one where drafts are verified."""
 

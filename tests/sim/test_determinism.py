@@ -294,6 +294,7 @@ for scenario in scenarios:
 """A program that runs each scenario and fails on reads of clocks, entropy or other hosts."""
 
 
+@pytest.mark.long
 def test_a_run_reads_no_clock_no_entropy_and_only_the_files_of_its_scenario(
     tmp_path: Path,
 ) -> None:

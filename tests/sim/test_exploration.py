@@ -713,6 +713,7 @@ def test_the_command_draws_a_counterexample_and_fails(capsys: pytest.CaptureFixt
     assert "again >  add 0" in shown and shown.endswith(f"{STARVATION}\n")
 
 
+@pytest.mark.long
 def test_the_command_continues_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,7 @@ def unbounded(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, TinyWorld], tup
     return load
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "path", "cycle"),
     [

@@ -61,6 +61,7 @@ def test_two_hundred_seeds_of_all_faults_violate_nothing() -> None:
     assert not unreached(report.reached, (*KINDS, *OUTCOMES, *EDGES, *VARIANTS))
 
 
+@pytest.mark.long
 def test_requests_are_aborted_in_every_state_of_their_lives() -> None:
     """Two plans in flight with drafts in them: this has the most states."""
     reached: Counter[str] = Counter()
@@ -145,6 +146,7 @@ def test_an_endless_restart_is_found_once_faults_are_off(
     assert found and all("requests go on too long after the faults" in what for what in found)
 
 
+@pytest.mark.long
 def test_a_ninth_preemption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many requests in a pool that holds one: some are preempted as often as allowed."""
     seed = 60

@@ -24,6 +24,7 @@ def test_a_run_counts_worlds_and_what_they_reached(
     assert record["command"].startswith("python -m tests.tools.tier_seeds --seeds 6")
 
 
+@pytest.mark.long
 def test_a_world_that_fails_is_named_and_the_others_go_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
