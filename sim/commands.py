@@ -5,6 +5,7 @@ belongs to a Scenario.
 
     forge sim --rate 20 --policy ageing --log run.jsonl --draw --plot run.png --trace run.json
     forge sim sweep --policies fcfs,ageing --rates 10,20 --plot sweep.png
+    forge sim capacity --cost roofline:h200,qwen3-4b --gpu-memory-utilization 0.9
     forge sim fleet --replicas 2,4 --routers round-robin,prefix-aware
     forge sim replay recording.jsonl --html run.html
     forge sim eviction trace.jsonl --blocks 1000,2000 --block-size 512
@@ -29,6 +30,7 @@ from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.policies import policy_names
 from forge.sim.baselines import baselines
+from forge.sim.capacity import GOOD_SHARE_OPTION, find_capacity
 from forge.sim.decision_log import DecisionLog
 from forge.sim.exploration.worlds import WORLDS, find_world
 from forge.sim.film_command import (
@@ -296,6 +298,17 @@ def _parse_num_seeds(values: Mapping[str, Any]) -> int:
     return count
 
 
+# forge sim capacity
+
+
+def search_capacity(args: argparse.Namespace, settings: Settings) -> int:
+    """Search for the highest rate that meets the objectives, and print each rate."""
+    scenario = create_scenario(settings.values, settings.explicit)
+    record = find_capacity(scenario, settings.values[GOOD_SHARE_OPTION.name])
+    _write_json(settings.values["json"], record)
+    return 0
+
+
 # forge sim fleet
 
 
@@ -483,6 +496,12 @@ def _add_sweep(parser: Parser) -> None:
     _configure(parser, sweep, (*AXIS_OPTIONS, SEEDS_OPTION, *RUN_OPTIONS, *outputs))
 
 
+def _add_capacity(parser: Parser) -> None:
+    """Search for the highest rate of requests that meets the latency objectives."""
+    outputs = [each for each in OUTPUT_OPTIONS if each.name == "json"]
+    _configure(parser, search_capacity, (GOOD_SHARE_OPTION, *RUN_OPTIONS, *outputs))
+
+
 def _add_fleet(parser: Parser) -> None:
     """Run replicas and a router, and compare routers and numbers of replicas."""
     outputs = [each for each in OUTPUT_OPTIONS if each.name in ("log", "json")]
@@ -525,6 +544,7 @@ def _add_explore(parser: Parser) -> None:
 
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "sweep": _add_sweep,
+    "capacity": _add_capacity,
     "fleet": _add_fleet,
     "eviction": _add_eviction,
     "replay": _add_replay,

@@ -19,6 +19,7 @@ from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
 from forge.llm import load_policy
 from forge.policies import policy_names
+from forge.sim.cost.cost_spec import cost_num_blocks
 from forge.sim.scenario import (
     DEFAULT_NUM_REQUESTS,
     DEFAULT_RATE,
@@ -28,8 +29,16 @@ from forge.sim.scenario import (
 )
 from forge.sim.workloads.session_shape import PROFILES, find_profile
 
-REPLACES = {"num_blocks": "oversubscription", "pause": "pause_mix", "turns": "min_turns"}
+REPLACES = {
+    "num_blocks": "oversubscription",
+    "gpu_memory_utilization": "oversubscription",
+    "pause": "pause_mix",
+    "turns": "min_turns",
+}
 """Option that is given -> the option of a profile that does not hold then."""
+
+BLOCK_SETTERS = ("oversubscription", "gpu_memory_utilization", "num_blocks")
+"""Options that set the number of blocks: at most one of them may be given."""
 
 OPTION_OVERRIDES: dict[str, dict[str, Any]] = {
     "workload": {"metavar": "NAME|FILE"},
@@ -103,7 +112,14 @@ PROFILE_OPTION = define_option(
     f"{', '.join(PROFILES)}: values of a kind of agent for the options that are not given",
     "NAME",
 )
-RUN_OPTIONS = (*SCENARIO_OPTIONS, PROFILE_OPTION, *GEOMETRY_OPTIONS, DRAFTS_OPTION)
+MEMORY_OPTION = define_option(
+    "gpu_memory_utilization",
+    float,
+    None,
+    "share of the GPU's memory for weights, steps and cache; sets --num-blocks, with --cost "
+    "roofline:GPU,MODEL",
+)._replace(default_text="--num-blocks stays")
+RUN_OPTIONS = (*SCENARIO_OPTIONS, PROFILE_OPTION, *GEOMETRY_OPTIONS, MEMORY_OPTION, DRAFTS_OPTION)
 """Options that decide a run."""
 
 AXIS_OPTIONS = (
@@ -141,6 +157,11 @@ def create_scenario(values: Mapping[str, Any], explicit: frozenset[str]) -> Scen
     values, explicit = apply_profile(values, explicit)
     drafts: int = values[DRAFTS_OPTION.name]
     geometry = {each.name: values[each.name] for each in GEOMETRY_OPTIONS}
+    utilization = values[MEMORY_OPTION.name]
+    if utilization is not None:
+        geometry["num_blocks"] = cost_num_blocks(
+            values["cost"], utilization, geometry["block_size"]
+        )
     speculation = Speculation(num_tokens=drafts) if drafts else None
     engine = EngineConfig(**geometry, seed=values["seed"], speculation=speculation)
     scenario = Scenario(
@@ -175,9 +196,10 @@ def apply_profile(
         replaced = explicit | {other for given, other in REPLACES.items() if given in explicit}
         added = {key: each for key, each in find_profile(name).items() if key not in replaced}
         values, explicit = {**values, **added}, explicit | added.keys()
-    if {"num_blocks", "oversubscription"} <= explicit:
+    setters = [each for each in BLOCK_SETTERS if each in explicit]
+    if len(setters) > 1:
         raise InvalidConfig(
-            "oversubscription", "it sets the number of blocks, and so does num_blocks",
+            setters[0], f"it sets the number of blocks, and so does {setters[1]}",
             "Leave one of them out",
         )  # fmt: skip
     return values, explicit

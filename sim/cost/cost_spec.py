@@ -17,7 +17,7 @@ from forge.seam import StepPlan
 from forge.sim.cost.calibration_file import read_calibration
 from forge.sim.cost.model import CostModel
 from forge.sim.cost.noise import NoisyCost
-from forge.sim.cost.roofline import parse_roofline
+from forge.sim.cost.roofline import num_blocks_that_fit, parse_gpu_and_shape, parse_roofline
 from forge.sim.cost.simple import AffineCost, ConstantCost
 from forge.sim.cost.table import TableCost
 
@@ -77,6 +77,35 @@ def parse_cost(text: str, engine: EngineConfig | None = None) -> CostModel:
         names = ", ".join((*COST_PARSERS, "FILE.json", f"{NOISY_PREFIX}FILE.json"))
         raise InvalidConfig("cost", f"{text[:64]!r} is not known", f"Use one of: {names}")
     return COST_PARSERS[kind](rest)
+
+
+def cost_num_blocks(text: str, utilization: float, block_size: int) -> int:
+    """Return the blocks that fit on the GPU of `roofline:GPU,MODEL`. Raises InvalidConfig.
+
+    utilization   share of the GPU's memory for weights, steps and cache
+    """
+    name = "gpu_memory_utilization"
+    if not 0 < utilization <= 1:
+        raise InvalidConfig(
+            name, f"{utilization:g} is not a share of the memory", "Give 0.9, say"
+        )  # fmt: skip
+    kind, _, rest = text.partition(":")
+    if kind != "roofline":
+        raise InvalidConfig(
+            name,
+            f"the cost {text[:64]!r} has no size of a memory",
+            "Give --cost roofline:GPU,MODEL, or --num-blocks instead",
+        )
+    gpu, shape = parse_gpu_and_shape(rest)
+    num_blocks = num_blocks_that_fit(gpu, shape, utilization, block_size)
+    if num_blocks == 0:
+        raise InvalidConfig(
+            name,
+            f"{utilization * gpu.memory_bytes / 1e9:.1f} GB have no room for a block next to "
+            f"{shape.weight_bytes / 1e9:.1f} GB of weights and the memory of steps",
+            "Give more, up to 1, or name a smaller model or a larger GPU",
+        )
+    return num_blocks
 
 
 def includes_drafts(cost: CostModel) -> bool:

@@ -1,6 +1,7 @@
 """Roofline: step times from the peak figures of a GPU and the shape of a model.
 
-Owns the figures of common GPUs and models, and the shares of the peak that this engine reaches.
+Owns the figures of common GPUs and models, the shares of the peak that this engine reaches, and the
+size of the cache that fits.
 Needs no GPU and no calibration, so it answers how policies compare on an H200. sim/cost/table.py
 answers how long steps take, to a few per cent.
 
@@ -32,6 +33,9 @@ WEIGHT_BANDWIDTH_PER_MILLE = 950
 KV_BANDWIDTH_PER_MILLE = 600
 MATMUL_PER_MILLE = 600
 """Shares of the peak: bandwidth for weights, bandwidth for the KV cache, arithmetic."""
+
+RESERVED_BYTES = 5 * 2**29
+"""Bytes that a server keeps for sampling, CUDA graphs and libraries."""
 
 LAYER_NS = 16_000
 """Time that the kernels of a layer add to the roofline: each waits for the one before."""
@@ -184,6 +188,22 @@ def create_roofline(gpu: Gpu, shape: ModelShape) -> RooflineCost:
 
 def parse_roofline(text: str) -> RooflineCost:
     """Return the cost model of `GPU,MODEL`, such as "h200,qwen3-4b". Raises InvalidConfig."""
+    return create_roofline(*parse_gpu_and_shape(text))
+
+
+def num_blocks_that_fit(gpu: Gpu, shape: ModelShape, utilization: float, block_size: int) -> int:
+    """Return the blocks of a cache that fit next to the weights, 0 or more.
+
+    utilization   share of the GPU's memory for weights, steps and cache
+
+    Activations of the largest step are left out, and so is what a GPU has above its nominal size.
+    """
+    cache_bytes = int(utilization * gpu.memory_bytes) - shape.weight_bytes - RESERVED_BYTES
+    return max(0, cache_bytes // (block_size * shape.kv_bytes_per_token))
+
+
+def parse_gpu_and_shape(text: str) -> tuple[Gpu, ModelShape]:
+    """Return the GPU and the model of `GPU,MODEL`. Raises InvalidConfig."""
     gpu_name, _, shape_name = text.partition(",")
     for name, names in ((gpu_name, list(GPUS)), (shape_name, list(MODEL_SHAPES))):
         if name not in names:
@@ -200,4 +220,4 @@ def parse_roofline(text: str) -> RooflineCost:
             f"{gpu.memory_bytes / 1e9:.0f}",
             "Name a smaller model or a larger GPU",
         )
-    return create_roofline(gpu, shape)
+    return gpu, shape

@@ -253,6 +253,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "commands",
             "film_command",
             "fleet_command",
+            "capacity",
             "reports",
             "run_options",
             "exploration",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from forge.cli.main import main
+from forge.sim.capacity import GOOD_SHARE_OPTION
 from forge.sim.commands import (
     BASELINES_OPTION,
     CALIBRATION_OPTIONS,
@@ -602,7 +603,7 @@ def rows_of(table: tuple[Any, ...]) -> list[str]:
 
 
 def test_the_page_has_a_row_for_every_option() -> None:
-    baselines, figures, run, files, faults, axes, fleet, *rest = parse_tables(PAGE)
+    baselines, figures, run, files, faults, axes, capacity, fleet, *rest = parse_tables(PAGE)
     replay, calibrate, explore = rest
     assert len(figures) == 3
     assert run == rows_of(RUN_OPTIONS)
@@ -613,6 +614,7 @@ def test_the_page_has_a_row_for_every_option() -> None:
     assert faults == rows_of(FAULT_OPTIONS)
     assert baselines == rows_of((BASELINES_OPTION,))
     assert axes == rows_of((*AXIS_OPTIONS, SEEDS_OPTION))
+    assert capacity == rows_of((GOOD_SHARE_OPTION,))
     assert fleet == rows_of(FLEET_OPTIONS)
     assert replay == rows_of(REPLAY_OPTIONS)
     assert calibrate == rows_of(CALIBRATION_OPTIONS)
