@@ -52,8 +52,9 @@ LONG_PAGES = {
     *(ROOT / "docs" / f"{name}.md" for name in ("Clients", "Command-line", "Server", "Simulator")),
     *(ROOT / "docs" / f"{name}.md" for name in ("Messages", "Responses")),
     *(ROOT / "wiki" / f"{name}.md" for name in ("Exploration", "Film")),
+    *(ROOT / "wiki" / f"{name}.md" for name in ("Capacity", "Token-budget")),
 }
-"""Pages that start many servers, search many states or film many runs."""
+"""Pages that start many servers, search many states, or film or simulate many runs."""
 
 
 @pytest.mark.parametrize(
