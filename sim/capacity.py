@@ -76,7 +76,7 @@ def find_capacity(scenario: Scenario, good_share: float) -> dict[str, Any]:
     """Search for the capacity, print a line for each rate, and return the record of `--json`.
 
     scenario   its rate is tried first
-    Raises InvalidConfig where the workload has no rate, or `good_share` is no share.
+    Raises InvalidConfig where the workload has no rate, or it or `good_share` is out of range.
     """
     if not 0 < good_share <= 1:
         raise InvalidConfig("good_share", f"{good_share:g} is not a share", "Give 0.9, say")
@@ -86,29 +86,44 @@ def find_capacity(scenario: Scenario, good_share: float) -> dict[str, Any]:
             f"{scenario.workload} has no rate of requests: its clients wait for answers",
             "Take poisson, bursty, sample or the file of a trace",
         )
+    first = scenario.rate or DEFAULT_RATE
+    if not MIN_RATE <= first <= MAX_RATE:
+        raise InvalidConfig(
+            "rate", f"{first:g} is not from {MIN_RATE:g} to {MAX_RATE:g}", "Give 10, say"
+        )
     title = describe_scenario(scenario)
     print(f"{title}, seed {scenario.seed}; {scenario.engine.num_blocks} blocks")
     print_cost_origin(scenario)
     table = SweepTable([{"rate": 1000.5}], CAPACITY_COLUMNS, num_seeds=1)
     print(table.header(), flush=True)
-    outcomes: list[Mapping[str, Any]] = []
+    outcomes: dict[float, Mapping[str, Any]] = {}
 
     def is_met(rate: float) -> bool:
         figures = summary(replace(scenario, rate=rate).run())
         outcome = {"case": {"rate": rate}, "figures": figures}
-        outcomes.append(outcome)
+        outcomes[rate] = outcome
         print(table.format_row([outcome]), flush=True)  # a search may take minutes
         return bool(figures["good"] >= good_share * figures["requests"])
 
-    bounds = search_rate(is_met, scenario.rate or DEFAULT_RATE)
-    print(f"capacity    {_describe_bounds(bounds, good_share)}")
-    header = scenario.header()
-    return {"title": title, "header": header, "capacity": bounds._asdict(), "outcomes": outcomes}
+    bounds = search_rate(is_met, first)
+    offered = None if bounds.met is None else outcomes[bounds.met]["figures"]["offered_per_s"]
+    print(f"capacity    {_describe_bounds(bounds, offered, good_share)}")
+    return {
+        "title": title,
+        "header": scenario.header(),
+        "capacity": {**bounds._asdict(), "offered": offered},
+        "outcomes": list(outcomes.values()),
+    }
 
 
-def _describe_bounds(bounds: RateBounds, good_share: float) -> str:
+def _describe_bounds(bounds: RateBounds, offered: float | None, good_share: float) -> str:
+    """Return the result in words.
+
+    offered   rate at which the drawn requests came in the best run; None where all came at once
+    """
     share = f"{100 * good_share:g} % of requests are good"
     if bounds.met is None:
         return f"none: at no rate, down to {bounds.missed:g} requests a second, {share}"
     more = " or more" if bounds.missed is None else ""
-    return f"{bounds.met:g} requests a second{more}: {share}, at least"
+    drawn = "" if offered is None else f", {offered:.2f} offered"
+    return f"{bounds.met:g} requests a second{more}{drawn}: at least {share}"

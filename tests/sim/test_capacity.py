@@ -64,8 +64,11 @@ def test_enough_requests_are_good_at_the_capacity_and_too_few_above_it():
         assert (figures["good"] >= 36) is is_enough
     lines = output.getvalue().splitlines()
     assert lines[0].startswith("poisson, rate 10, requests 40") and lines[0].endswith("1024 blocks")
-    assert (
-        lines[-1] == f"capacity    {met:g} requests a second: 90 % of requests are good, at least"
+    offered = record["capacity"]["offered"]
+    assert offered == summary(replace(ONE_AT_A_TIME, rate=met).run())["offered_per_s"]
+    assert lines[-1] == (
+        f"capacity    {met:g} requests a second, {offered:.2f} offered: "
+        "at least 90 % of requests are good"
     )
     assert len(lines) == 3 + len(record["outcomes"])
 
@@ -74,7 +77,7 @@ def test_enough_requests_are_good_at_the_capacity_and_too_few_above_it():
     ("limits", "text"),
     [
         ({"slo_ttft_ms": 0.5}, "capacity    none: at no rate, down to 0.0012207 requests a second"),
-        ({"slo_ttft_ms": 1e6}, "capacity    81920 requests a second or more: 90 % of requests are"),
+        ({"slo_ttft_ms": 1e6}, "capacity    81920 requests a second or more, "),
     ],
 )
 def test_objectives_that_no_rate_or_every_rate_meets_are_named(limits: Any, text: str):
@@ -87,6 +90,7 @@ def test_objectives_that_no_rate_or_every_rate_meets_are_named(limits: Any, text
     ("words", "text"),
     [
         ("capacity --workload closed", "capacity: --workload: closed has no rate of requests"),
+        ("capacity --rate 2e5", "capacity: --rate: 200000 is not from 0.001 to 100000"),
         ("capacity --good-share 0", "capacity: --good-share: 0 is not a share"),
         ("capacity --good-share 1.5", "capacity: --good-share: 1.5 is not a share"),
         ("--gpu-memory-utilization 0.9", "--gpu-memory-utilization: the cost 'affine:6000,20,25' "),
