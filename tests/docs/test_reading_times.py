@@ -12,9 +12,10 @@ from tests.docs.pages import ROOT, parse_blocks, text_outside_blocks
 WIKI = ROOT / "wiki"
 ROW = re.compile(r"^\| (\d+) \| \[[^\]]+\]\(([\w-]+\.md)\)", re.MULTILINE)
 WORDS_PER_MINUTE, BLOCKS_PER_MINUTE = 200, 2
-WITHOUT_MINUTES = set(
-    "Glossary.md Invariants.md Releasing.md Style.md Testing.md decisions.md".split()
-)
+WITHOUT_MINUTES = {
+    *("Glossary.md", "Invariants.md", "Measurements.md", "decisions.md"),
+    *("Releasing.md", "Style.md", "Testing.md"),
+}
 """Pages to look things up in, and those about changing forge."""
 
 
@@ -32,7 +33,7 @@ def listed_minutes() -> dict[str, int]:
 
 def test_every_page_is_in_the_reading_order_or_a_reference() -> None:
     pages = {page.name for page in WIKI.glob("*.md")}
-    assert pages - listed_minutes().keys() == WITHOUT_MINUTES
+    assert pages - listed_minutes().keys() - WITHOUT_MINUTES == set()
 
 
 def test_minutes_are_those_of_the_rule() -> None:
