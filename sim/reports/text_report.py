@@ -13,6 +13,9 @@ from forge.sim.cost.calibration_file import model_code_digest, read_calibration
 from forge.sim.cost.cost_spec import calibration_path
 from forge.sim.scenario import SESSION_OPTIONS, Scenario
 
+ROOFLINE_ORIGIN = "an estimate: served on an H200, tokens took 1.2 to 2.2 times as long"
+"""Origin of the costs of a roofline. Figures: wiki/Capacity.md."""
+
 REPLACED_BY = {"requests": "sessions", "pause": "pause_mix"}
 """Option -> the option that replaces it where it is set."""
 
@@ -43,9 +46,11 @@ def _format_option(name: str, value: object) -> str:
 
 
 def print_cost_origin(scenario: Scenario) -> None:
-    """Print where measured costs come from. A simulation may run on another machine."""
+    """Print where costs of a GPU come from. A simulation may run on another machine."""
     file = calibration_path(scenario.cost)
-    lines = [] if file is None else read_calibration(file).describe_origin(model_code_digest())
+    lines = [ROOFLINE_ORIGIN] if scenario.cost.startswith("roofline:") else []
+    if file is not None:
+        lines = read_calibration(file).describe_origin(model_code_digest())
     for label, line in zip(("costs", ""), lines, strict=False):
         print(f"{label:<12}{line}")
 

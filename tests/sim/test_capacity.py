@@ -16,6 +16,7 @@ from forge.cli.main import main
 from forge.config import EngineConfig
 from forge.sim.capacity import MAX_RATE, MIN_RATE, RESOLUTION, find_capacity, search_rate
 from forge.sim.cost.roofline import GPUS, MODEL_SHAPES, num_blocks_that_fit
+from forge.sim.reports.text_report import ROOFLINE_ORIGIN
 from forge.sim.scenario import Scenario, summary
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -108,6 +109,17 @@ def test_what_cannot_be_computed_is_refused(
     words = words.format(fit="--cost roofline:rtx-4090,qwen3-4b --gpu-memory-utilization")
     assert main(["sim", *words.split()]) == 2
     assert capsys.readouterr().err.replace("sim: --", "sim --").startswith(f"forge sim {text}")
+
+
+@pytest.mark.parametrize("command", ["sim", "sim sweep --budgets 512", "sim capacity"])
+def test_costs_of_a_roofline_are_called_an_estimate(
+    capsys: pytest.CaptureFixture[str], command: str
+):
+    words = "--requests 1 --prompt 8 --output 2 --slo-ttft-ms 1e9 --cost".split()
+    assert main([*command.split(), *words, "roofline:l4,qwen3-0.6b"]) == 0
+    assert f"costs       {ROOFLINE_ORIGIN}\n" in capsys.readouterr().out
+    assert main([*command.split(), *words, "unit"]) == 0
+    assert "costs" not in capsys.readouterr().out
 
 
 @pytest.fixture
