@@ -6,7 +6,7 @@ cannot stay.
 
     bench/results/*.json ─┬─► <!-- bench:begin --> ... <!-- bench:end -->      docs/Performance.md
                           └─► docs/sweep.png, docs/speed.png
-         SUMMARY.json ──────► <!-- summary:begin --> ... <!-- summary:end -->  README.md
+         SUMMARY_ROWS ──────► <!-- summary:begin --> ... <!-- summary:end -->  README.md
 
 An engine has a column, a figure and a line where the results have it, and nothing elsewhere.
 
@@ -38,7 +38,7 @@ from forge.bench.table_format import (
     provenance,
     speed,
 )
-from forge.bench.traffic_tables import traffic_section, traffic_summary
+from forge.bench.traffic_tables import SUMMARY_ROWS, summary_table, traffic_section
 from forge.errors import ForgeError, InvalidConfig
 
 ROOT = Path(__file__).resolve().parents[1]  # resolved: forge/bench is a link
@@ -47,9 +47,6 @@ RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"
 NO_RESULTS = "No run of forge and another engine is recorded yet."
-
-SUMMARY = "h200-third"
-"""The run in the table of README.md: the newest with every cell of every shape."""
 
 BENCHMARKS = ("peers", "traffic")
 """Benchmarks whose results compare engines."""
@@ -166,27 +163,6 @@ def tables(results: Mapping[str, Result]) -> str:
     return "\n\n".join(parts) or NO_RESULTS
 
 
-def summary(name: str, result: Result) -> str:
-    """Return one table of a run, forge and vLLM in columns for each shape, and its provenance."""
-    if result["benchmark"] == "traffic":
-        return "\n".join(traffic_summary(name, result))
-    by_shape = {
-        shape: {entry["engine"]: entry for entry in entries}
-        for shape, entries in cells_by_shape(result).items()
-        if has_both_engines([entry["engine"] for entry in entries])
-    }
-    head = [f"{shape}: {column}" for shape in by_shape for column in ("vLLM", "forge", "ratio")]
-    keys = dict.fromkeys(key for of in by_shape.values() for key in of[OURS] if is_compared(key))
-    rows = []
-    for key in keys:
-        cells = [label(key)]
-        for of in by_shape.values():
-            ours, theirs = of[OURS].get(key), of[THEIRS].get(key)
-            cells += [format_value(theirs), format_value(ours), speed(key, ours, theirs)]
-        rows.append(cells)
-    return "\n".join([*format_table(["", *head], rows), "", provenance(name, result)])
-
-
 def replace_between(page: str, begin: str, end: str, text: str) -> str:
     """Return the page with the text between two markers. Raises InvalidConfig without them."""
     before, begin_mark, rest = page.partition(begin)
@@ -199,7 +175,7 @@ def replace_between(page: str, begin: str, end: str, text: str) -> str:
 def updated_pages(root: Path, results: Mapping[str, Result]) -> dict[Path, str]:
     """Return the text that each page should have. Raises InvalidConfig without markers."""
     readme, performance = root / "README.md", root / "docs" / "Performance.md"
-    short = summary(SUMMARY, results[SUMMARY]) if SUMMARY in results else NO_RESULTS
+    short = "\n".join(summary_table(results, SUMMARY_ROWS)) or NO_RESULTS
     return {
         readme: replace_between(readme.read_text(), SUMMARY_BEGIN, SUMMARY_END, short),
         performance: replace_between(performance.read_text(), BEGIN, END, tables(results)),

@@ -3,14 +3,14 @@
 Owns the rows of a joined record of forge.bench.real_traffic. Formats are in bench/table_format.py.
 
     figures: cells ─► (cell, figure) ─► | 64 streams, top-p 0.95, tok/s | vLLM | forge | ratio |
-                                        docs/Performance.md   median, and min to max of the rounds
-                                        README.md             some rows, medians alone
+                                        docs/Performance.md   every row of a record
+                                        README.md             five rows of several records
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge.bench.table_format import (
     NAMES,
@@ -34,12 +34,24 @@ FIGURES: Mapping[str, str] = {
 }
 """Figures of a cell that are compared, with their labels. Offline cells have the first alone."""
 
+
+class SummaryRow(NamedTuple):
+    """One row of the table in README.md: a figure of a cell in a record, for a shape."""
+
+    record: str
+    shape: str
+    cell: str
+    figure: str
+
+
 SUMMARY_ROWS = (
-    *(("greedy1", "tok_s"), ("greedy64", "tok_s"), ("top_p64", "tok_s")),
-    *(("top_k_top_p256", "tok_s"), ("mixed_params256", "tok_s"), ("logprobs64", "tok_s")),
-    *(("chat300_top_p", "tok_s"), ("served25", "ttft_p50"), ("served25", "itl_p50")),
+    SummaryRow("h200-served-4b-30s", "qwen3-4b", "served25_30s", "ttft_p50"),
+    SummaryRow("h200-served-4b-30s", "qwen3-4b", "served25_30s", "itl_p99"),
+    SummaryRow("h200-budget-8b", "llama-3.1-8b", "greedy256", "tok_s"),
+    SummaryRow("h200-budget-8b", "llama-3.1-8b", "chat300", "tok_s"),
+    SummaryRow("h200-budget-8b", "llama-3.1-8b", "long16", "tok_s"),
 )
-"""(cell, figure) of the rows of README.md."""
+"""The rows of README.md: a served load, a full batch, chat-like lengths, and a case for vLLM."""
 
 Entry = Mapping[str, Any]
 RowKey = tuple[str, str]
@@ -92,14 +104,18 @@ def format_spread(entry: Entry | None, figure: str) -> str:
     return f"{format_value(spread['median'])} ({low} to {high})"
 
 
+def comparison(of: Mapping[str, Entry], figure: str) -> list[str]:
+    """Return the cells of vLLM, of forge and of their ratio."""
+    ours, theirs = of.get(OURS), of.get(THEIRS)
+    spreads = [format_spread(each, figure) for each in (theirs, ours)]
+    return [*spreads, speed(figure, median(ours, figure), median(theirs, figure))]
+
+
 def shape_table(rows: Mapping[RowKey, Mapping[str, Entry]]) -> list[str]:
     """Return the table of one shape: a row for each figure of each cell."""
     lines = []
     for (_, figure), of in rows.items():
-        ours, theirs = of.get(OURS), of.get(THEIRS)
-        ratio_text = speed(figure, median(ours, figure), median(theirs, figure))
-        spreads = [format_spread(each, figure) for each in (theirs, ours)]
-        lines.append([label(of, figure), *spreads, ratio_text])
+        lines.append([label(of, figure), *comparison(of, figure)])
     return format_table(["", NAMES[THEIRS], NAMES[OURS], RATIO], lines)
 
 
@@ -111,21 +127,23 @@ def traffic_section(name: str, result: Result) -> list[str]:
     return lines
 
 
-def traffic_summary(
-    name: str, result: Result, row_keys: Sequence[RowKey] = SUMMARY_ROWS
-) -> list[str]:
-    """Return one table of these rows, with columns for each shape, and the provenance."""
-    by_shape = entries_by_shape(result)
-    head = [f"{shape}: {column}" for shape in by_shape for column in ("vLLM", "forge", "ratio")]
+def summary_table(results: Mapping[str, Result], rows: Sequence[SummaryRow]) -> list[str]:
+    """Return one table of rows of several records, and a line that names the records.
+
+    Rows whose record is not among the results are left out. No row gives no lines.
+    """
     lines = []
-    for cell, figure in row_keys:
-        entries = [rows.get((cell, figure), {}) for rows in by_shape.values()]
-        found = next((of for of in entries if of), None)
-        if found is None:
+    names = dict.fromkeys(row.record for row in rows if row.record in results)
+    for row in rows:
+        if row.record not in results:
             continue
-        texts = [label(found, figure)]
-        for of in entries:
-            ours, theirs = median(of.get(OURS), figure), median(of.get(THEIRS), figure)
-            texts += [format_value(theirs), format_value(ours), speed(figure, ours, theirs)]
-        lines.append(texts)
-    return [*format_table(["", *head], lines), "", provenance(name, result)]
+        of = entries_by_shape(results[row.record])[row.shape][row.cell, row.figure]
+        lines.append([f"{row.shape}: {label(of, row.figure)}", *comparison(of, row.figure)])
+    if not lines:
+        return []
+    sources = ", ".join(
+        f"`bench/results/{name}.json` (commit {results[name]['commit']}, "
+        f"vLLM {results[name]['versions'][THEIRS]})"
+        for name in names
+    )
+    return [*format_table(["", NAMES[THEIRS], NAMES[OURS], RATIO], lines), "", f"From {sources}."]

@@ -28,6 +28,7 @@ from forge.bench.traffic_cells import (
 )
 from forge.bench.traffic_record import create_record, join_cells, write_record
 from forge.bench.traffic_requests import RequestDraw, read_trace
+from forge.bench.traffic_tables import SummaryRow
 from forge.bench.vllm_peer import VLLMPeer
 from forge.bench.workload import RequestTimes
 from forge.errors import InvalidConfig, RequestFailed
@@ -475,21 +476,24 @@ def test_one_round_has_no_spread(record: dict[str, Any]) -> None:
     assert row == "| the cell top_p64, tok/s | 1,000 | 1,250 (1,125 to 1,375) | 1.25x |"
 
 
-def test_the_summary_has_the_medians_of_some_rows(record: dict[str, Any]) -> None:
-    assert performance_tables.summary("made", record).splitlines() == [
-        "|  | qwen3-4b: vLLM | qwen3-4b: forge | qwen3-4b: ratio |",
+ROWS = (
+    SummaryRow("made", "qwen3-4b", "served25", "ttft_p50"),
+    SummaryRow("absent", "qwen3-4b", "top_p64", "tok_s"),
+    SummaryRow("made", "qwen3-4b", "top_p64", "tok_s"),
+)
+
+
+def test_the_summary_has_the_chosen_rows_and_names_their_records(record: dict[str, Any]) -> None:
+    assert traffic_tables.summary_table({"made": record}, ROWS) == [
+        "|  | vLLM | forge | as fast as vLLM |",
         "| --- | ---: | ---: | ---: |",
-        "| the cell top_p64, tok/s | 1,000 | 1,250 | 1.25x |",
-        "| the cell served25, TTFT p50, ms | 40 | 20 | 2.00x |",
-        "| the cell served25, ITL p50, ms | 8 | 10 | 0.80x |",
+        "| qwen3-4b: the cell served25, TTFT p50, ms | 40 (36 to 44) | 20 (18 to 22) | 2.00x |",
+        "| qwen3-4b: the cell top_p64, tok/s | 1,000 (900 to 1,100) | 1,250 (1,125 to 1,375) "
+        "| 1.25x |",
         "",
-        PROVENANCE,
+        "From `bench/results/made.json` (commit abc1234, vLLM 1.2).",
     ]
-
-
-def test_the_rows_of_the_summary_are_cells_that_exist() -> None:
-    names = {cell.name for cell in Traffic.read().cells}
-    assert {cell for cell, _ in traffic_tables.SUMMARY_ROWS} <= names
+    assert traffic_tables.summary_table({}, ROWS) == []
 
 
 def test_a_page_gets_the_tables_of_traffic_and_other_results(
