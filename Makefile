@@ -50,7 +50,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
 .PHONY: test-long test-all stress tier-seeds reasoning-seeds test-soak test-fuzz test-clients test-torch test-gpu
-.PHONY: test-oldest test-oldest-apis test-ray resolve model-classes
+.PHONY: test-oldest test-oldest-apis test-ray resolve model-classes site
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -143,6 +143,9 @@ test-oldest-apis: $(VENV)/oldest.stamp ## run the quick ones of those that anoth
 resolve: $(VENV)/dev.stamp ## ask pip what each extra resolves to, and compare it with the tested ranges
 	$(BIN)/python tests/tools/resolve_extras.py $(ARGS)
 
+site: $(VENV)/core.stamp $(VENV)/site.stamp ## build the pages with their films as a site: build/site/index.html
+	$(BIN)/python -m docs.site.build $(VENV)/site/bin/zensical $(ARGS)
+
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -176,6 +179,13 @@ $(VENV)/fuzz.stamp: | $(VENV)/made.stamp
 	@echo "Installing Schemathesis into $(VENV)/fuzz, once."
 	$(BIN)/python -m venv $(VENV)/fuzz
 	$(VENV)/fuzz/bin/python -m pip --disable-pip-version-check install --quiet "schemathesis>=4.30,<5"
+	@touch $@
+
+# The generator of the site, with all that it needs, in an environment that needs no pip of its own.
+$(VENV)/site.stamp: constraints/site.txt | $(VENV)/made.stamp
+	@echo "Installing Zensical into $(VENV)/site, once."
+	$(BIN)/python -m venv --without-pip $(VENV)/site
+	$(PIP) --python $(VENV)/site/bin/python install --quiet --no-deps -r constraints/site.txt
 	@touch $@
 
 # Apart from the rest too: Ray brings fifty packages.
