@@ -36,7 +36,7 @@ FIGURES: Mapping[str, str] = {
 
 
 class SummaryRow(NamedTuple):
-    """One row of the table in README.md: a figure of a cell in a record, for a shape."""
+    """Row of the table in README.md: a figure of a cell in a record, for a shape."""
 
     record: str
     shape: str
