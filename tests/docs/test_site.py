@@ -39,12 +39,13 @@ def test_the_navigation_follows_the_tables_and_then_the_other_links_of_home() ->
         "## Second\n\n| [Server](../docs/Server.md) | [A again](A.md) |\n\n"
         "Using it is in [docs](../docs/Use.md): [use](../docs/Use.md).\n"
     )
-    paths = ["NOTES.md", "docs/Rest-of-it.md", "docs/Server.md", "docs/Use.md"]
+    paths = ["NOTES.md", "docs/Use.md", "docs/Server.md", "docs/Rest-of-it.md", "docs/Also.md"]
     paths += ["wiki/A.md", "wiki/B.md", HOME, "wiki/Late.md"]
+    rest = (("Also", "docs/Also.md"), ("Rest of it", "docs/Rest-of-it.md"))
     assert read_sections(home, paths) == [
         ("First", (("Start here", HOME), ("B", "wiki/B.md"), ("A", "wiki/A.md"))),
         ("Second", (("Server", "docs/Server.md"), ("Late", "wiki/Late.md"))),
-        ("Using forge", (("Use", "docs/Use.md"), ("Rest of it", "docs/Rest-of-it.md"))),
+        ("Using forge", (("Use", "docs/Use.md"), *rest)),
         ("Project", (("Notes", "NOTES.md"),)),
     ]
 
@@ -74,12 +75,13 @@ def test_the_films_of_the_wiki_are_found_with_their_commands() -> None:
 
 def test_a_picture_after_the_command_of_a_film_becomes_the_film() -> None:
     command = "```sh\nforge sim --seed 3 --html build/one.html\n```\n"
-    text = "Go to `one.html#at=5`, not `two.html#at=5`.\n"
+    text = "Go to `one.html#at=5`, not `two.html#at=5` or [`one.html`](other.md).\n"
     page = f"{command}\n![One](one.png)\n\n{text}\n![Two](two.png)\n"
     staged = stage_page(page, "wiki/Page.md", {"one"})
     assert '<iframe class="film" src="../films/one.html#at=5"' in staged
     assert "![One](one.png){ .film-picture }\n" in staged
-    assert "Go to [`one.html#at=5`](../films/one.html#at=5), not `two.html#at=5`." in staged
+    link = "[`one.html#at=5`](../films/one.html#at=5)"
+    assert f"Go to {link}, not `two.html#at=5` or [`one.html`](other.md).\n" in staged
     assert staged.count("<iframe") == 1 and staged.endswith("![Two](two.png)\n")
 
 
