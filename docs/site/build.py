@@ -23,7 +23,14 @@ from urllib.parse import urlsplit
 
 from docs.site.link_check import find_problems
 from docs.site.navigation import HOME, Section, read_sections
-from docs.site.staging import Film, find_films, source_links, source_page, stage_page
+from docs.site.staging import (
+    Film,
+    find_films,
+    linked_files,
+    linked_sources,
+    source_page,
+    stage_page,
+)
 from forge.cli.main import main as run_forge
 from tests.docs.pages import ROOT
 
@@ -31,8 +38,6 @@ HERE = Path(__file__).parent
 PAGES, SITE = ROOT / "build" / "site-pages", ROOT / "build" / "site"
 CONFIGURATION = ROOT / "build" / "zensical.toml"
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-FILES = ("*.png", "*.json", "*.svg")
-"""Files in docs/ and wiki/ that pages show or link to."""
 
 
 def read_pages() -> dict[str, str]:
@@ -43,19 +48,15 @@ def read_pages() -> dict[str, str]:
 
 
 def write_pages(pages: Mapping[str, str], films: Mapping[str, Film], target: Path) -> None:
-    """Write the pages, the sources that they link to, and their pictures."""
+    """Write the pages, the sources and files that they link to, and their pictures."""
     for path, text in pages.items():
         write(target / page_name(path), stage_page(text, path, films))
-        for source in source_links(text, path):
-            text_of = (ROOT / source).read_text(encoding="utf-8")
-            write(target / f"{source}.md", source_page(source, text_of))
-    for folder in ("docs", "wiki"):
-        for pattern in FILES:
-            for path in (ROOT / folder).glob(pattern):
-                shutil.copy(path, target / folder)
-    for path in (ROOT / "bench" / "results").glob("*.json"):
-        if any(f"results/{path.name})" in text for text in pages.values()):
-            write(target / "bench" / "results" / path.name, path.read_text(encoding="utf-8"))
+        for source in linked_sources(text, path):
+            code = (ROOT / source).read_text(encoding="utf-8")
+            write(target / f"{source}.md", source_page(source, code))
+        for link in linked_files(text, path):
+            (target / link).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / link, target / link)
     for name in ("site.css", "favicon.svg"):
         shutil.copy(HERE / name, target)
 
@@ -69,6 +70,19 @@ def write(path: Path, text: str) -> None:
     """Write a file and the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+def collect_films(pages: Mapping[str, str]) -> dict[str, Film]:
+    """Return the films of all pages by name. Raises SystemExit if two commands write one name."""
+    films: dict[str, Film] = {}
+    for path, text in pages.items():
+        for film in find_films(text):
+            if films.setdefault(film.name, film).words != film.words:
+                raise SystemExit(
+                    f"{path}: another command writes build/{film.name}.html too. "
+                    "Give one of the films another name"
+                )
+    return films
 
 
 def write_films(films: Mapping[str, Film], folder: Path) -> None:
@@ -86,21 +100,16 @@ def write_films(films: Mapping[str, Film], folder: Path) -> None:
 
 def configuration(sections: list[Section], url: str) -> str:
     """Return the configuration of the generator, with the navigation."""
-    navigation = [{"forge": "index.md"}] + [
-        {section.title: [{title: path} for title, path in section.pages]} for section in sections
-    ]
-    rows = ",\n".join(f"  {inline_table(each)}" for each in navigation)
+    rows = ",\n".join(f"  {each}" for each in ['{ "forge" = "index.md" }', *map(entry, sections)])
     address = f"site_url = {json.dumps(url)}\n" if url else ""
     text = (HERE / "zensical.toml").read_text(encoding="utf-8")
     return text.replace("[project]\n", f"[project]\n{address}nav = [\n{rows}\n]\n", 1)
 
 
-def inline_table(entry: Mapping[str, object]) -> str:
-    """Return an entry of the navigation in TOML, whose strings are those of JSON."""
-    ((title, value),) = entry.items()
-    if isinstance(value, list):
-        return f"{{ {json.dumps(title)} = [{', '.join(map(inline_table, value))}] }}"
-    return f"{{ {json.dumps(title)} = {json.dumps(value)} }}"
+def entry(section: Section) -> str:
+    """Return a section of the navigation in TOML, whose strings are those of JSON."""
+    entries = [f"{{ {json.dumps(title)} = {json.dumps(path)} }}" for title, path in section.pages]
+    return f"{{ {json.dumps(section.title)} = [{', '.join(entries)}] }}"
 
 
 def build(zensical: str, url: str) -> list[str]:
@@ -108,7 +117,7 @@ def build(zensical: str, url: str) -> list[str]:
     for folder in (PAGES, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     pages = read_pages()
-    films = {film.name: film for text in pages.values() for film in find_films(text)}
+    films = collect_films(pages)
     write_pages(pages, films, PAGES)
     write_films(films, PAGES / "films")
     sections = read_sections(pages[HOME], [path for path in pages if path != "README.md"])

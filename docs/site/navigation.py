@@ -10,7 +10,7 @@ Owns the order and the titles of pages. A page that Home does not name is the la
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 HOME = "wiki/Home.md"
@@ -30,7 +30,7 @@ def read_sections(home: str, paths: Iterable[str]) -> list[Section]:
     Home has at least one table with a link.
     """
     tables: dict[str, dict[str, str]] = {}
-    in_tables = {HOME}
+    in_tables: set[str] = set()
     using: dict[str, str] = {}
     heading = ""
     for line in home.splitlines():
@@ -47,14 +47,18 @@ def read_sections(home: str, paths: Iterable[str]) -> list[Section]:
     rest = sorted(path for path in paths if path not in in_tables and path not in using)
     first, last = next(iter(tables)), next(reversed(tables))
     tables[last] |= {path: default_title(path) for path in rest if path.startswith("wiki/")}
-    tables[first] = {HOME: "Start here"} | tables[first]
+    if HOME in rest:
+        del tables[last][HOME]
+        tables[first] = {HOME: "Home"} | tables[first]
     using |= {path: default_title(path) for path in rest if path.startswith("docs/")}
     project = {path: default_title(path) for path in rest if "/" not in path}
     named = {**tables, "Using forge": using, "Project": project}
-    return [
-        Section(title, tuple((name, path) for path, name in pages.items()))
-        for title, pages in named.items()
-    ]
+    return [Section(title, listed(pages)) for title, pages in named.items()]
+
+
+def listed(titles: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return (title, path) of each page, for titles by path."""
+    return tuple((title, path) for path, title in titles.items())
 
 
 def default_title(path: str) -> str:

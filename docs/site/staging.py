@@ -17,10 +17,9 @@ import shlex
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tests.docs.pages import parse_blocks, parse_commands
+from tests.docs.pages import parse_blocks, parse_commands, text_outside_blocks
 
 FILM_FILE = re.compile(r"build/([\w-]+)\.html$")
-SOURCE_ENDINGS = (".py",)
 
 
 class Film(NamedTuple):
@@ -45,7 +44,7 @@ def find_films(text: str) -> list[Film]:
         if block.language not in ("sh", "bash") or "--html" not in block.text:
             continue
         for _, command in parse_commands(block):
-            words = shlex.split(command)
+            words = shlex.split(command.replace("\\\n", " "))
             if words[:2] != ["forge", "sim"] or "--html" not in words[2:]:
                 continue
             # A subcommand such as replay reads a file that other commands wrote.
@@ -57,15 +56,20 @@ def find_films(text: str) -> list[Film]:
     return films
 
 
-def link_target(path: str, link: str) -> str:
-    """Return the path in the repository of a link on a page."""
-    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+def linked_paths(text: str, path: str) -> list[str]:
+    """Return the paths in the repository to which the links and pictures of a page lead."""
+    links = re.findall(r"\]\(([^)\s#:]+)[)#]", text_outside_blocks(text))
+    return [posixpath.normpath(posixpath.join(posixpath.dirname(path), each)) for each in links]
 
 
-def source_links(text: str, path: str) -> list[str]:
-    """Return the paths of the sources to which a page links."""
-    links = re.findall(r"\]\(([^)\s#:]+)\)", text)
-    return [link_target(path, link) for link in links if link.endswith(SOURCE_ENDINGS)]
+def linked_sources(text: str, path: str) -> list[str]:
+    """Return the paths of the sources to which a page links; the site has a page for each."""
+    return [each for each in linked_paths(text, path) if each.endswith(".py")]
+
+
+def linked_files(text: str, path: str) -> list[str]:
+    """Return the paths of pictures and data to which a page links."""
+    return [each for each in linked_paths(text, path) if not each.endswith((".py", ".md"))]
 
 
 def stage_page(text: str, path: str, film_names: Collection[str]) -> str:

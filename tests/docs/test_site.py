@@ -6,15 +6,22 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from docs.site.build import configuration, read_pages
+from docs.site.build import collect_films, configuration, read_pages
 from docs.site.link_check import find_problems
 from docs.site.navigation import HOME, Section, read_sections
-from docs.site.staging import find_films, source_links, source_page, stage_page
+from docs.site.staging import (
+    find_films,
+    linked_files,
+    linked_sources,
+    source_page,
+    stage_page,
+)
 from tests.docs.pages import ROOT
 from tests.film.presets import FILMS
 
@@ -25,10 +32,10 @@ def pages_of(sections: list[Section]) -> list[str]:
     return [path for section in sections for _, path in section.pages]
 
 
-def test_the_navigation_has_each_page_once_and_begins_with_home() -> None:
+def test_the_navigation_has_each_page_once() -> None:
     sections = read_sections(PAGES[HOME], [path for path in PAGES if path != "README.md"])
     found = pages_of(sections)
-    assert found[0] == HOME
+    assert HOME in found[:3]
     assert sorted(found) == sorted(path for path in PAGES if path != "README.md")
 
 
@@ -43,23 +50,32 @@ def test_the_navigation_follows_the_tables_and_then_the_other_links_of_home() ->
     paths += ["wiki/A.md", "wiki/B.md", HOME, "wiki/Late.md"]
     rest = (("Also", "docs/Also.md"), ("Rest of it", "docs/Rest-of-it.md"))
     assert read_sections(home, paths) == [
-        ("First", (("Start here", HOME), ("B", "wiki/B.md"), ("A", "wiki/A.md"))),
-        ("Second", (("Server", "docs/Server.md"), ("Late", "wiki/Late.md"))),
-        ("Using forge", (("Use", "docs/Use.md"), *rest)),
-        ("Project", (("Notes", "NOTES.md"),)),
+        Section("First", (("Home", HOME), ("B", "wiki/B.md"), ("A", "wiki/A.md"))),
+        Section("Second", (("Server", "docs/Server.md"), ("Late", "wiki/Late.md"))),
+        Section("Using forge", (("Use", "docs/Use.md"), *rest)),
+        Section("Project", (("Notes", "NOTES.md"),)),
     ]
 
 
+def test_home_stays_where_one_of_its_tables_has_it() -> None:
+    home = "## First\n\n| [A](A.md) |\n| [This page](Home.md) |\n"
+    (first, *_) = read_sections(home, ["wiki/A.md", HOME])
+    assert first.pages == (("A", "wiki/A.md"), ("This page", HOME))
+
+
 def test_the_configuration_has_the_navigation_and_the_address() -> None:
-    text = configuration([Section('A "b"', (("C", "wiki/C.md"),))], "https://example.org/forge/")
-    assert '  { "A \\"b\\"" = [{ "C" = "wiki/C.md" }] }\n]\n' in text
+    section = Section('A "b"', (("C", "wiki/C.md"), ("D", "wiki/D.md")))
+    text = configuration([section], "https://example.org/forge/")
+    nav = tomllib.loads(text)["project"]["nav"]
+    assert nav == [{"forge": "index.md"}, {'A "b"': [{"C": "wiki/C.md"}, {"D": "wiki/D.md"}]}]
     assert 'site_url = "https://example.org/forge/"' in text
     assert "site_url" not in configuration([], "")
 
 
 def test_links_to_sources_lead_to_pages_with_them() -> None:
     page = "[Seam](../forge/seam.py), [results](../bench/results/a.json), [start](../README.md#x)\n"
-    assert source_links(page, "wiki/Seam.md") == ["forge/seam.py"]
+    assert linked_sources(page, "wiki/Seam.md") == ["forge/seam.py"]
+    assert linked_files(page, "wiki/Seam.md") == ["bench/results/a.json"]
     assert stage_page(page, "wiki/Seam.md", ()) == (
         "[Seam](../forge/seam.py.md), [results](../bench/results/a.json), [start](../index.md#x)\n"
     )
@@ -83,6 +99,14 @@ def test_a_picture_after_the_command_of_a_film_becomes_the_film() -> None:
     link = "[`one.html#at=5`](../films/one.html#at=5)"
     assert f"Go to {link}, not `two.html#at=5` or [`one.html`](other.md).\n" in staged
     assert staged.count("<iframe") == 1 and staged.endswith("![Two](two.png)\n")
+
+
+def test_two_commands_for_one_film_are_refused() -> None:
+    page = "```sh\nforge sim --seed {} \\\n  --html build/one.html\n```\n"
+    same = collect_films({"a.md": page.format(1), "b.md": page.format(1)})
+    assert same["one"].words == ("sim", "--seed", "1", "--html", "build/one.html")
+    with pytest.raises(SystemExit, match=r"b\.md: another command writes build/one\.html too"):
+        collect_films({"a.md": page.format(1), "b.md": page.format(2)})
 
 
 @pytest.mark.parametrize(
