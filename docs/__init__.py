@@ -1,0 +1,1 @@
+"""Pages for users, and the site of all pages."""

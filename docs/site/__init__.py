@@ -1,0 +1,1 @@
+"""The site of docs/ and wiki/: `python -m docs.site.build`."""
