@@ -55,8 +55,10 @@ def write_pages(pages: Mapping[str, str], films: Mapping[str, Film], target: Pat
             code = (ROOT / source).read_text(encoding="utf-8")
             write(target / f"{source}.md", source_page(source, code))
         for link in linked_files(text, path):
-            (target / link).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / link, target / link)
+            # The generator reports links to folders, and to what does not exist.
+            if (ROOT / link).is_file():
+                (target / link).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / link, target / link)
     for name in ("site.css", "favicon.svg"):
         shutil.copy(HERE / name, target)
 

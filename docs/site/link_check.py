@@ -89,9 +89,9 @@ def resolves(site: Path, pages: dict[str, BuiltPage], name: str, link: str) -> b
     address, fragment = urldefrag(unquote(link))
     target = posixpath.normpath(posixpath.join(posixpath.dirname(name), address))
     target = name if not address else target
-    if not (site / target).exists():
-        return False
     if (site / target).is_dir():
         target = posixpath.normpath(posixpath.join(target, "index.html"))
+    if not (site / target).exists():
+        return False
     is_film = target.startswith(FILMS)
     return not fragment or is_film or target not in pages or fragment in pages[target].ids

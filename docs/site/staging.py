@@ -101,7 +101,7 @@ def stage_page(text: str, path: str, film_names: Collection[str]) -> str:
 
 def stage_line(line: str, up: str, film_names: Collection[str]) -> str:
     """Return a line of prose with links to pages of sources, the first page and films."""
-    line = re.sub(r"\]\(([^)\s#:]+\.py)\)", r"](\1.md)", line)
+    line = re.sub(r"\]\(([^)\s#:]+\.py)(?:#[^)\s]*)?\)", r"](\1.md)", line)
     line = re.sub(r"\]\(((?:\.\./)*)README\.md", r"](\1index.md", line)
     line = line.replace("<details>", '<details markdown="1">')
     names = "|".join(map(re.escape, film_names))

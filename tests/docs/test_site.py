@@ -73,7 +73,9 @@ def test_the_configuration_has_the_navigation_and_the_address() -> None:
 
 
 def test_links_to_sources_lead_to_pages_with_them() -> None:
-    page = "[Seam](../forge/seam.py), [results](../bench/results/a.json), [start](../README.md#x)\n"
+    page = (
+        "[Seam](../forge/seam.py#L9), [results](../bench/results/a.json), [start](../README.md#x)\n"
+    )
     assert linked_sources(page, "wiki/Seam.md") == ["forge/seam.py"]
     assert linked_files(page, "wiki/Seam.md") == ["bench/results/a.json"]
     assert stage_page(page, "wiki/Seam.md", ()) == (
@@ -169,6 +171,7 @@ def test_a_sound_site_has_no_problems(tmp_path: Path) -> None:
             '<table><a href="wiki/a.html#c">',
             "index.html: wiki/a.html#c leads nowhere",
         ),
+        ("index.html", '<table><a href="wiki/">', "index.html: wiki/ leads nowhere"),
         ("index.html", '<table><a href="#c">', "index.html: #c leads nowhere"),
         (
             "index.html",
