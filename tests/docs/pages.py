@@ -3,8 +3,9 @@
     ```python       in order, in one interpreter per page: later blocks see earlier names
     ```sh ```bash   command by command; a server that one starts stays up until the page ends
     ```json         must parse
-    ```text         is not run
+    ```text         right after a python or sh block: exactly what that block prints. Else not run
 
+A python block of wiki/ that prints has its output after it. tests/docs/page_outputs.py writes them.
 A page says 127.0.0.1:8080; the server it starts here gets a free port, and the address is replaced
 in all that follows on the page. A comment says what else to expect: `# exit 2` is the exit status
 of a command, `# 404` the HTTP status that curl gets. NOT_RUN lists the commands left alone.
@@ -34,11 +35,13 @@ import time
 from contextlib import ExitStack, suppress
 from functools import cache
 from http.client import HTTPConnection, HTTPException
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
+WITHOUT_OUTPUTS = ROOT / "wiki" / "Home.md"
 LIMIT_S = 60.0
 POLL_S = 0.004  # between two polls
 
@@ -168,6 +171,7 @@ sys.modules["__main__"] = page = types.ModuleType("__main__")
 for line in sys.stdin:
     name, source = json.loads(line)
     exec(compile(source, name, "exec"), page.__dict__)
+    sys.stdout.flush()
     os.write(answers, b"x")
 """
 
@@ -182,6 +186,11 @@ class Block(NamedTuple):
     language: str
     text: str
     line: int
+
+    @property
+    def end(self) -> int:
+        """Return the line of the closing fence."""
+        return self.line + self.text.count("\n")
 
 
 def parse_blocks(text: str) -> list[Block]:
@@ -206,9 +215,20 @@ def text_outside_blocks(text: str) -> str:
     """Return the lines of a page that are in no fenced block."""
     lines: list[str | None] = [*text.splitlines()]
     for block in parse_blocks(text):
-        end = block.line + block.text.count("\n")
-        lines[block.line - 2 : end] = [None] * (end - block.line + 2)
+        lines[block.line - 2 : block.end] = [None] * (block.end - block.line + 2)
     return "\n".join(line for line in lines if line is not None)
+
+
+def shown_outputs(text: str) -> dict[Block, Block]:
+    """Return the output block of each python or sh block: a text block right after it."""
+    lines, blocks = text.splitlines(), parse_blocks(text)
+    return {
+        block: after
+        for block, after in pairwise(blocks)
+        if block.language in {"python", "sh", "bash"}
+        and after.language == "text"
+        and not "".join(lines[block.end : after.line - 2]).strip()
+    }
 
 
 def parse_commands(block: Block) -> list[tuple[int, str]]:
@@ -354,8 +374,9 @@ class Interpreter:
         cleanup.callback(self.program.close)
         os.close(theirs)
 
-    def run(self, page: str, source: str) -> None:
-        """Run `source` to its end. Raises PageError with the traceback."""
+    def run(self, page: str, source: str) -> str:
+        """Run `source` and return what it prints. Raises PageError with the traceback."""
+        printed = len(self.program.output())
         self.program.write_line(json.dumps([page, source]))
         answered, _, _ = select.select([self._answers], [], [], LIMIT_S)
         if not answered:
@@ -363,6 +384,7 @@ class Interpreter:
         if not os.read(self._answers, 1):
             self.program.wait({0})
             raise PageError(f"the block ends the program\n{self.program.output()}")
+        return self.program.output()[printed:]
 
 
 class PageRun:
@@ -381,15 +403,16 @@ class PageRun:
         # Until the page starts a server, no program listens on its address.
         self._port_by_shown_port = {8080: free_port()}
 
-    def run(self, block: Block) -> None:
-        """Do what `block` shows. Raises PageError."""
+    def run(self, block: Block) -> str:
+        """Do what `block` shows and return what it prints. Raises PageError."""
+        printed = ""
         match block.language:
             case "python":
-                self._python(block)
+                printed = self._python(block)
             case "sh" | "bash":
                 for line, command in parse_commands(block):
                     try:
-                        self._command(command)
+                        printed += self._command(command)
                     except PageError as error:
                         raise PageError(f"line {line}: {command}\n{error}") from None
             case "json":
@@ -398,6 +421,7 @@ class PageRun:
                 pass
             case other:
                 raise PageError(f"line {block.line}: {other!r} is no language that a page may use")
+        return self._restore_addresses(printed)
 
     def finish(self) -> None:
         """End the interpreter and the servers, and check their status."""
@@ -406,17 +430,17 @@ class PageRun:
         for port in list(self._servers):
             self._stop_server(port)
 
-    def _python(self, block: Block) -> None:
+    def _python(self, block: Block) -> str:
         if self._interpreter is None:
             self._interpreter = Interpreter(self._forks, self._environment, self._cleanup)
         # Empty lines first, so that a traceback names lines of the page.
-        self._interpreter.run(
+        return self._interpreter.run(
             self._name, "\n" * (block.line - 1) + self._replace_addresses(block.text)
         )
 
-    def _command(self, command: str) -> None:
+    def _command(self, command: str) -> str:
         if skip_reason(command) is not None:
-            return
+            return ""
         for words, replacement in REPLACEMENTS.items():
             if starts_with(command, words):
                 # ARGS="--a --b" of make are the arguments of the program.
@@ -428,7 +452,7 @@ class PageRun:
         answers = re.search(r"#\s*([45]\d\d)\b", command)
         if exits is None and any(starts_with(command, words) for words in SERVERS):
             self._serve(command)
-            return
+            return ""
         expected = int(exits[1]) if exits else CURL_HTTP_ERROR if answers else 0
         program = self._start(
             ["bash", "-o", "pipefail", "-c", self._replace_addresses(command)], {}
@@ -436,6 +460,7 @@ class PageRun:
         printed = program.wait({expected})
         if answers and f"error: {answers[1]}" not in printed:
             raise PageError(f"the answer is not {answers[1]}\n{printed}")
+        return printed
 
     def _serve(self, command: str) -> None:
         """Start the server of `command` on a free port, and wait until it is ready."""
@@ -485,6 +510,12 @@ class PageRun:
             text = re.sub(rf"\b(127\.0\.0\.1|localhost):{port}\b", f"127.0.0.1:{here}", text)
         return text
 
+    def _restore_addresses(self, text: str) -> str:
+        """Return `text` with the addresses of the page in place of this run's."""
+        for port, here in self._port_by_shown_port.items():
+            text = text.replace(f"127.0.0.1:{here}", f"127.0.0.1:{port}")
+        return text
+
 
 def create_programs(folder: Path, forks: ForkServer) -> Path:
     """Return a folder for PATH: `forge` and `python` under test, `curl` that fails on errors."""
@@ -517,14 +548,36 @@ def is_ready(port: int) -> bool:
         connection.close()
 
 
-def run_page(path: Path, forks: ForkServer) -> None:
-    """Do everything that the page shows. Raises PageError with what did not happen."""
+def run_blocks(path: Path, forks: ForkServer) -> dict[Block, str]:
+    """Do everything that the page shows, and return what each block prints. Raises PageError."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         page = PageRun(path.name, forks, scratch, cleanup)
-        for block in parse_blocks(path.read_text(encoding="utf-8")):
-            page.run(block)
+        printed = {block: page.run(block) for block in parse_blocks(path.read_text("utf-8"))}
         page.finish()
+    return printed
+
+
+def run_page(path: Path, forks: ForkServer) -> None:
+    """Do everything that the page shows. Raises PageError with what did not happen."""
+    shown = shown_outputs(path.read_text(encoding="utf-8"))
+    for block, printed in run_blocks(path, forks).items():
+        required = (
+            path.parent.name == "wiki" and path != WITHOUT_OUTPUTS and block.language == "python"
+        )
+        if block not in shown and not (required and printed):
+            continue
+        expected = shown[block].text if block in shown else ""
+        if expected != comparable(printed):
+            raise PageError(
+                f"line {block.line}: the page does not show what the block prints. "
+                f"Write it with: python -m tests.docs.page_outputs {path}\n{printed}"
+            )
+
+
+def comparable(printed: str) -> str:
+    """Return the text of an output block: no spaces at the ends of lines, one line end at last."""
+    return "".join(f"{line.rstrip()}\n" for line in printed.rstrip().splitlines())
 
 
 def heading_anchors(path: Path) -> set[str]:

@@ -18,6 +18,7 @@ import pytest
 from forge.cli.options import SAMPLING_OPTIONS, SERVE_OPTIONS
 from forge.server.completions import StreamOptions
 from forge.server.openapi import REQUEST_MODELS
+from tests.docs.page_outputs import with_outputs
 from tests.docs.pages import (
     PAGES,
     REPLACEMENTS,
@@ -31,6 +32,7 @@ from tests.docs.pages import (
     names_of_tests,
     parse_blocks,
     parse_commands,
+    run_blocks,
     run_page,
     starts_with,
     text_outside_blocks,
@@ -169,13 +171,18 @@ def test_the_flags_that_a_page_names_exist(name: str) -> None:
         ("```basic\n10 GOTO 10\n```\n", "no language"),
         ("```\nplain\n```\n", "no language"),
         ("```sh\ntrue\n", "not closed"),
+        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", "line 2: the page does not show"),
+        ("```python\nx = 1\n```\n```text\n1\n```\n", "line 2: the page does not show"),
+        ("```sh\necho a\necho b\n```\n\n```text\na\n```\n", "line 2: the page does not show"),
+        ("```python\nprint(1)\n```\n", "line 2: the page does not show"),
     ],
 )
 def test_a_page_that_shows_what_does_not_happen_fails(
     tmp_path: Path, fork_server: ForkServer, shown: str, fault: str
 ) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"{shown}", encoding="utf-8")
+    page = tmp_path / "wiki" / "page.md"
+    page.parent.mkdir()
+    page.write_text(shown, encoding="utf-8")
     with pytest.raises(PageError, match=re.escape(fault)):
         run_page(page, fork_server)
 
@@ -216,6 +223,26 @@ with open({str(kept)!r}, "a") as out:
     )
     run_page(page, fork_server)
     assert kept.read_text(encoding="utf-8") == "one\ntwo\n42"
+
+
+def test_outputs_are_written_under_the_blocks_that_print(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    page = tmp_path / "wiki" / "page.md"
+    page.parent.mkdir()
+    silent = (
+        "```python\nx = 1\n```\n\n```sh\necho seen\n```\n\nIn other words:\n\n```text\nx\n```\n"
+    )
+    missing = "1. One:\n   ```python\n   print('a ')\n   print()\n   print('b')\n   ```\n"
+    stale = "```sh\necho 127.0.0.1:8080\n```\n\n```text\nold\n```\n"
+    gone = "```python\nx = 2\n```\n\n```text\nold\n```\n"
+    page.write_text(silent + missing + stale + gone, encoding="utf-8")
+    text = with_outputs(page.read_text(encoding="utf-8"), run_blocks(page, fork_server))
+    missing += "\n   ```text\n   a\n\n   b\n   ```\n"
+    stale = stale.replace("old", "127.0.0.1:8080")
+    assert text == silent + missing + stale + gone.partition("\n\n")[0] + "\n"
+    page.write_text(text, encoding="utf-8")
+    run_page(page, fork_server)
 
 
 def test_a_page_calls_the_server_it_starts_and_nothing_of_it_stays(

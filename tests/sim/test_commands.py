@@ -30,7 +30,6 @@ from forge.sim.fleet_command import FLEET_OPTIONS
 from forge.sim.reports.run_history import KINDS
 from forge.sim.run_options import AXIS_OPTIONS, RUN_OPTIONS, SEEDS_OPTION
 from tests.cli.test_cli import format_cells, format_default, format_flag, parse_tables
-from tests.docs.pages import parse_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "Simulator.md"
@@ -619,10 +618,3 @@ def test_the_page_has_a_row_for_every_option() -> None:
     assert replay == rows_of(REPLAY_OPTIONS)
     assert calibrate == rows_of(CALIBRATION_OPTIONS)
     assert explore == rows_of(EXPLORATION_OPTIONS)
-
-
-def test_the_page_shows_what_is_printed(sim: SimCommand) -> None:
-    blocks = parse_blocks(PAGE.read_text("utf-8"))
-    printed, drawn = [block.text for block in blocks if block.language == "text"][:2]
-    assert sim("--rate", "20", "--requests", "200") == printed
-    assert EXPECTED_DRAWING.startswith(drawn)
