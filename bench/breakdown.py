@@ -66,6 +66,30 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Group -> parts of kernel names, in lower case. The first group with a match takes a kernel."""
 
 OTHER = "other"
+PART_NAMES = {
+    "gemm": "GEMMs",
+    "attention": "attention",
+    "norm, rope, elementwise": "norms, rotation, inputs",
+    "sampling": "draw",
+    "copies": "copies",
+    "ranks": "between ranks",
+    OTHER: "other",
+}
+"""Group -> its name in the picture, in the order of the bar, from below."""
+
+PART_STYLES = {
+    "device busy": ("0.45", ""),
+    "device idle": ("0.8", "xx"),
+    "GEMMs": ("#0072B2", ""),
+    "attention": ("#E69F00", "//"),
+    "norms, rotation, inputs": ("#009E73", ".."),
+    "draw": ("#CC79A7", ""),
+    "copies": ("#56B4E9", ""),
+    "between ranks": ("#D55E00", "\\\\"),
+    "other": ("#000000", ""),
+}
+"""Name -> colour of Okabe and Ito, and hatch."""
+
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of trace events that occupy the device."""
 
@@ -244,6 +268,7 @@ def device_figures(result: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 def draw_breakdown(results: Sequence[Mapping[str, Any]]) -> Any:
     """Return a figure with a panel for each record. Raises InvalidConfig."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ModuleNotFoundError as missing:
         raise InvalidConfig(
@@ -251,46 +276,49 @@ def draw_breakdown(results: Sequence[Mapping[str, Any]]) -> Any:
         ) from None
     steps = [device_figures(each) for each in results]
     shares = {"width_ratios": [len(step) for step in steps]}
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    row: Any = figure.subplots(1, len(results), sharey=True, squeeze=False, gridspec_kw=shares)[0]
-    for axes, each, step in zip(row, results, steps, strict=True):
-        draw_step_panel(axes, step)
-        axes.set(xlabel="rows", title=each["figures"]["shape"])
-    row[0].set_ylabel("ms a step, profiled")
-    handles, names = row[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], names[::-1], loc="outside right upper", fontsize="small")
+    with rc_context({"font.size": 12, "hatch.linewidth": 0.6}):
+        figure = Figure(figsize=(10, 5.6), layout="constrained")
+        row: Any = figure.subplots(1, len(results), sharey=True, squeeze=False, gridspec_kw=shares)[
+            0
+        ]
+        for axes, each, step in zip(row, results, steps, strict=True):
+            draw_step_panel(axes, step)
+            axes.set(xlabel="rows of the step", title=each["figures"]["shape"])
+        row[0].set_ylabel("ms of a profiled step")
+        handles, names = row[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper center", ncols=4)
     return figure
 
 
 def draw_step_panel(axes: Any, step: Mapping[int, Mapping[str, Any]]) -> None:
-    """Draw a bar for each batch size, and a line across it where its step ends.
+    """Draw two bars for each batch size: the step, busy and idle, and its groups of kernels.
 
-    Overlapping kernels count twice, so a bar exceeds the line by the overlap.
+    Overlapping kernels count twice, so the second bar may be higher than the first.
     """
-    devices, bar_positions = list(step.values()), range(len(step))
-    bottoms = [0.0] * len(devices)
+    devices, positions = list(step.values()), range(len(step))
+    busy = [device["busy_us"] for device in devices]
     idle = [device["window_us"] - device["busy_us"] for device in devices]
     parts = {
-        group: [device["groups_us"][group] for device in devices]
-        for group in (*(group for group, _ in GROUPS), OTHER)
+        name: [device["groups_us"].get(group, 0.0) for device in devices]
+        for group, name in PART_NAMES.items()
     }
-    for name, us in (*parts.items(), ("idle", idle)):
+    draw_stack(axes, [at - 0.2 for at in positions], {"device busy": busy, "device idle": idle})
+    draw_stack(axes, [at + 0.2 for at in positions], parts)
+    axes.set_xticks(positions, map(str, step))
+    axes.grid(axis="y", alpha=0.3)
+
+
+def draw_stack(axes: Any, positions: Sequence[float], parts: Mapping[str, Sequence[float]]) -> None:
+    """Draw bars of parts in us above each other. A part that is zero everywhere is left out."""
+    bottoms = [0.0] * len(positions)
+    for name, us in parts.items():
         if not any(us):
             continue
-        colour = {"color": "0.85"} if name == "idle" else {}
         heights = [each / 1e3 for each in us]
-        axes.bar(bar_positions, heights, 0.6, bottom=bottoms, label=name, **colour)
+        colour, hatch = PART_STYLES[name]
+        style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        axes.bar(positions, heights, 0.38, bottom=bottoms, label=name, **style)
         bottoms = [under + height for under, height in zip(bottoms, heights, strict=True)]
-    ends = [device["window_us"] / 1e3 for device in devices]
-    axes.hlines(
-        ends,
-        [at - 0.4 for at in bar_positions],
-        [at + 0.4 for at in bar_positions],
-        "k",
-        label="step",
-    )
-    axes.set_xticks(bar_positions, map(str, step))
-    axes.grid(axis="y", alpha=0.3)
 
 
 def write_breakdown_plot(paths: Sequence[Path], picture: Path) -> None:

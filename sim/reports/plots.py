@@ -3,8 +3,9 @@
 Owns the panels. Knows no engine: it plots a RunHistory, RunMetrics or the outcomes of a sweep.
 matplotlib is imported when a plot is created.
 
-    a run     TTFT and ITL distributions       │ TTFT by length of prompt │ tokens a second by kind
-              blocks and queue over time       │ timeline of each request │ step durations
+    a run     TTFT and ITL distributions   │ TTFT by length of prompt
+              tokens a second by kind      │ blocks and queue over time
+              timeline of each request     │ step durations
     a sweep   TTFT p99 │ ITL p99 │ tokens a second │ goodput        by the axis with the most values
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,22 @@ from forge.sim.metrics import RunMetrics
 from forge.sim.reports.run_history import DECODE, KINDS, PREFILL, RECOMPUTE, VERIFY, RunHistory
 from forge.sim.units import NS_PER_S
 
-COLOURS = {PREFILL: "C1", DECODE: "C0", VERIFY: "C2", RECOMPUTE: "C3"}
+ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
+    *("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"),
+)
+"""Colours of Okabe and Ito, which readers with any colour vision tell apart."""
+
+COLOURS = {PREFILL: ORANGE, DECODE: SKY, VERIFY: GREEN, RECOMPUTE: VERMILION}
+HATCHES = {PREFILL: "", DECODE: "", VERIFY: "..", RECOMPUTE: "///"}
+LINE_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 MARKERS = "os^Dv<>phX"
 NUM_TIME_BINS = 200
-MAX_TIMELINES = 80
-"""Limit of the requests in a plot: bars of more would be thinner than a line."""
+MAX_TIMELINES = 400
+"""Limit of the requests in a plot: lines of more would be thinner than a pixel."""
 
+WIDTH_INCHES = 9.6
+FONT = {"font.size": 11, "legend.fontsize": 10}
+DOTS_PER_INCH = 110
 NUM_PNG_COLOURS = 128
 
 FILE_METADATA: dict[str, dict[str, None]] = {
@@ -72,41 +84,60 @@ def check_plot_path(path: str) -> None:
 
 def plot_run(path: str, history: RunHistory, metrics: RunMetrics, title: str) -> None:
     """Write the plot of a run to `path`."""
-    picture = create_figure(figsize=(12, 6.4))
-    panels = picture.subplots(2, 3).flat
-    draws = (
-        _plot_latency_cdfs,
-        _plot_ttft_by_length,
-        _plot_throughput,
-        _plot_occupancy,
-        _plot_timelines,
-        _plot_step_durations,
-    )
-    for axes, draw in zip(panels, draws, strict=True):
-        draw(axes, history, metrics)
-        axes.grid(alpha=0.3)
-    picture.suptitle(title, fontsize=9)
-    _save_figure(path, picture)
+    with _font():
+        picture = create_figure(figsize=(WIDTH_INCHES, 10))
+        panels = picture.subplots(3, 2).flat
+        draws = (
+            _plot_latency_cdfs,
+            _plot_ttft_by_length,
+            _plot_throughput,
+            _plot_occupancy,
+            _plot_timelines,
+            _plot_step_durations,
+        )
+        for axes, draw in zip(panels, draws, strict=True):
+            draw(axes, history, metrics)
+            axes.grid(alpha=0.3)
+        picture.suptitle(title, fontsize=10, wrap=True)
+        _save_figure(path, picture)
 
 
 def plot_sweep(path: str, outcomes: Sequence[Mapping[str, Any]]) -> None:
     """Write the plot of a sweep to `path`: a line for each combination of the other axes."""
     names = list(outcomes[0]["case"])
     values = {name: list(dict.fromkeys(o["case"][name] for o in outcomes)) for name in names}
-    if names == ["policy"]:
-        _save_figure(path, _create_policy_bars(outcomes))
-        return
+    with _font():
+        _save_figure(
+            path,
+            _create_policy_bars(outcomes)
+            if names == ["policy"]
+            else _create_sweep_lines(outcomes, names, values),
+        )
+
+
+def _font() -> AbstractContextManager[None]:
+    """Return a context in which text is large enough for a page that shows the picture whole."""
+    import matplotlib
+
+    return matplotlib.rc_context(FONT)
+
+
+def _create_sweep_lines(
+    outcomes: Sequence[Mapping[str, Any]], names: Sequence[str], values: Mapping[str, Any]
+) -> Any:
+    """Return a figure with a panel for each figure and a line for each combination."""
     x_axis = max(names, key=lambda name: (name != "policy", len(values[name])))
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for each in outcomes:
         label = ", ".join(_format_value(each["case"][n]) for n in names if n != x_axis)
         lines.setdefault(label, []).append(each)
-    picture = create_figure(figsize=(12, 6.4))
+    picture = create_figure(figsize=(WIDTH_INCHES, 7))
     for axes, (name, value) in zip(picture.subplots(2, 2).flat, SWEEP_PANELS, strict=True):
         for index, (label, found) in enumerate(lines.items()):
             x = [values[x_axis].index(each["case"][x_axis]) for each in found]
             y = [value(each["figures"]) for each in found]
-            axes.plot(x, y, MARKERS[index % len(MARKERS)] + "-", label=label)
+            colour = LINE_COLOURS[index % len(LINE_COLOURS)]
+            axes.plot(x, y, MARKERS[index % len(MARKERS)] + "-", color=colour, label=label)
         axes.set_xticks(
             range(len(values[x_axis])), [_format_value(each) for each in values[x_axis]]
         )
@@ -118,18 +149,18 @@ def plot_sweep(path: str, outcomes: Sequence[Mapping[str, Any]]) -> None:
             axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 1e-9))
     if len(lines) > 1:
         handles, labels = axes.get_legend_handles_labels()
-        picture.legend(handles, labels, loc="outside right center", fontsize=8)
-    _save_figure(path, picture)
+        picture.legend(handles, labels, loc="outside upper center", ncols=min(4, len(lines)))
+    return picture
 
 
 def _create_policy_bars(outcomes: Sequence[Mapping[str, Any]]) -> Any:
     """Return a figure with policies below each other and a panel for each figure."""
     names = [each["case"]["policy"] for each in outcomes]
-    picture = create_figure(figsize=(12, 1.2 + 0.3 * len(names)))
+    picture = create_figure(figsize=(WIDTH_INCHES, 1.2 + 0.35 * len(names)))
     for axes, (name, value) in zip(picture.subplots(1, 4, sharey=True), SWEEP_PANELS, strict=True):
-        bars = axes.barh(names, [value(each["figures"]) for each in outcomes], color="C0")
-        axes.bar_label(bars, fmt="%.4g", padding=2, fontsize=8)
-        axes.set_xlim(0, 1.25 * max(axes.get_xlim()[1], 1e-9))
+        bars = axes.barh(names, [value(each["figures"]) for each in outcomes], color=SKY)
+        axes.bar_label(bars, fmt="%.4g", padding=2, fontsize=10)
+        axes.set_xlim(0, 1.45 * max(axes.get_xlim()[1], 1e-9))
         axes.set_xlabel(name)
     axes.invert_yaxis()
     return picture
@@ -143,13 +174,15 @@ def _format_value(value: object) -> str:
 
 
 def _plot_latency_cdfs(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
-    for name, times in (
-        ("to the first token", metrics.ttft),
-        ("between tokens", metrics.itl),
+    for name, times, colour, style in (
+        ("to the first token", metrics.ttft, BLUE, "-"),
+        ("between tokens", metrics.itl, VERMILION, "--"),
     ):
         points = [(ns / 1e6, share) for ns, share in times.cdf() if ns > 0]
         if points:
-            axes.step(*zip(*points, strict=True), where="post", label=name)
+            axes.step(
+                *zip(*points, strict=True), where="post", color=colour, linestyle=style, label=name
+            )
     axes.set_xscale("log")
     axes.set(xlabel="ms", ylabel="share of all", ylim=(0, 1.02))
     _add_legend(axes)
@@ -158,7 +191,8 @@ def _plot_latency_cdfs(axes: Any, history: RunHistory, metrics: RunMetrics) -> N
 def _plot_ttft_by_length(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
     timelines = [life for life in history.timelines.values() if life.first_token_ns >= 0]
     times = [(life.first_token_ns - life.arrival_ns) / 1e6 for life in timelines]
-    axes.plot([life.prompt_len for life in timelines], times, ".", markersize=3, alpha=0.6)
+    lengths = [life.prompt_len for life in timelines]
+    axes.plot(lengths, times, ".", color=BLUE, markersize=4, alpha=0.6)
     if times:
         axes.set_yscale("log")
     axes.set(xlabel="tokens of the prompt", ylabel="ms to the first token")
@@ -166,7 +200,7 @@ def _plot_ttft_by_length(axes: Any, history: RunHistory, metrics: RunMetrics) ->
 
 def _plot_throughput(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
     """Plot the tokens that steps computed, by kind."""
-    end_s = max((step.end_ns for step in history.steps), default=1) / NS_PER_S
+    end_s = _end_s(history)
     width_s = end_s / NUM_TIME_BINS
     rates = {kind: [0.0] * NUM_TIME_BINS for kind in KINDS}
     for step in history.steps:
@@ -176,74 +210,107 @@ def _plot_throughput(axes: Any, history: RunHistory, metrics: RunMetrics) -> Non
     kinds = [kind for kind in KINDS if any(rates[kind])]
     if kinds:
         times = [(index + 0.5) * width_s for index in range(NUM_TIME_BINS)]
-        colours = [COLOURS[kind] for kind in kinds]
-        axes.stackplot(times, *(rates[kind] for kind in kinds), labels=kinds, colors=colours)
-    axes.set(xlabel="seconds", ylabel="tokens computed a second")
+        areas = axes.stackplot(
+            times,
+            *(rates[kind] for kind in kinds),
+            labels=kinds,
+            colors=[COLOURS[kind] for kind in kinds],
+        )
+        for kind, area in zip(kinds, areas, strict=True):
+            area.set(hatch=HATCHES[kind], edgecolor="white" if HATCHES[kind] else "none")
+            area.set_linewidth(0)
+    axes.set(xlabel="seconds", ylabel="tokens computed a second", xlim=(0, end_s))
     _add_legend(axes)
 
 
 def _plot_occupancy(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
     times = [step.commit_time_ns / NS_PER_S for step in history.steps]
     queue_axes = axes.twinx()
-    queue_axes.plot(times, [step.num_waiting for step in history.steps], "C7", linewidth=0.8)
-    queue_axes.set_ylabel("requests in line", color="C7")
-    queue_axes.set_ylim(bottom=0)
+    waiting = [step.num_waiting for step in history.steps]
+    (queue,) = queue_axes.plot(times, waiting, color="0.35", linestyle=":", label="waiting")
+    queue_axes.set_ylabel("waiting requests (dotted)")
+    queue_axes.set_ylim(0, 1.1 * max(1, *waiting) if waiting else 1)
     used = [100 * step.used_blocks / history.num_blocks for step in history.steps]
-    axes.plot(times, used, "C4", linewidth=0.8)
+    (blocks,) = axes.plot(times, used, color=BLUE, linewidth=1, label="blocks")
+    handles = [blocks, queue]
     preempted = [mark.at_ns / NS_PER_S for mark in history.events if mark.what == "preempted"]
-    axes.plot(preempted, [103.0] * len(preempted), "C3|", label=f"{len(preempted)} preemptions")
-    axes.set(xlabel="seconds", ylim=(0, 106))
-    axes.set_ylabel("% of blocks held", color="C4")
     if preempted:
-        _add_legend(axes)
+        name = f"{len(preempted)} preemptions"
+        handles += axes.plot(preempted, [104.0] * len(preempted), "|", color=VERMILION, label=name)
+    axes.set(xlabel="seconds", xlim=(0, _end_s(history)), ylim=(0, 110))
+    axes.set_ylabel("% of blocks used (line)")
+    _add_legend(axes, handles)
 
 
 def _plot_timelines(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
-    """Plot each request from arrival to end, with its computed spans: bare parts are waits."""
-    row_of = {request_id: row for row, request_id in enumerate(history.timelines)}
-    ends = [step.end_ns for step in history.steps]
-    last_ns = 0
-    for request_id, timeline in list(history.timelines.items())[:MAX_TIMELINES]:
-        end_ns = (
-            timeline.finish_ns
-            if timeline.finish_ns >= 0
-            else ends[-1]
-            if ends
-            else timeline.arrival_ns
-        )
-        last_ns = max(last_ns, end_ns)
-        width = (end_ns - timeline.arrival_ns) / NS_PER_S
-        axes.barh(row_of[request_id], width, 0.3, timeline.arrival_ns / NS_PER_S, color="0.8")
+    """Plot each request from arrival to end, with its computed spans: grey parts are waits."""
+    from matplotlib import patches
+
+    shown = list(history.timelines.items())[:MAX_TIMELINES]
+    row_of = {request_id: row for row, (request_id, _) in enumerate(shown)}
+    end_s = _end_s(history)
+    points = min(8.0, 150 / max(1, len(shown)))
+    axes.hlines(
+        list(row_of.values()),
+        [timeline.arrival_ns / NS_PER_S for _, timeline in shown],
+        [
+            timeline.finish_ns / NS_PER_S if timeline.finish_ns >= 0 else end_s
+            for _, timeline in shown
+        ],
+        color="0.6",
+        linewidth=0.7 * points,
+        label="waits",
+    )
     for kind in KINDS:
-        spans = [
-            s for s in history.spans if s.kind == kind and row_of[s.request_id] < MAX_TIMELINES
-        ]
+        spans = [s for s in history.spans if s.kind == kind and s.request_id in row_of]
         if spans:
-            axes.barh(
+            axes.hlines(
                 [row_of[span.request_id] for span in spans],
-                [(span.end_ns - span.begin_ns) / NS_PER_S for span in spans],
-                0.8,
                 [span.begin_ns / NS_PER_S for span in spans],
+                [span.end_ns / NS_PER_S for span in spans],
                 color=COLOURS[kind],
+                linewidth=points,
                 label=kind,
             )
-    axes.set(xlabel="seconds", ylabel="request, in order of arrival")
-    axes.set_xlim(0, max(last_ns, 1) / NS_PER_S)
+    total = len(history.timelines)
+    cut = f"the first {len(shown)} of {total}, " if len(shown) < total else ""
+    axes.set(xlabel="seconds", ylabel=f"request, {cut}in order of arrival", xlim=(0, end_s))
     axes.invert_yaxis()
-    _add_legend(axes)
+    _add_legend(
+        axes,
+        [
+            patches.Patch(color=line.get_color()[0], label=line.get_label())
+            for line in axes.collections
+        ],
+    )
 
 
 def _plot_step_durations(axes: Any, history: RunHistory, metrics: RunMetrics) -> None:
     times = [step.begin_ns / NS_PER_S for step in history.steps]
     durations = [(step.end_ns - step.begin_ns) / 1e6 for step in history.steps]
-    axes.plot(times, durations, ".", markersize=2, alpha=0.6)
-    axes.set(xlabel="seconds", ylabel="ms of a step")
+    axes.plot(times, durations, ".", color=BLUE, markersize=3, alpha=0.6)
+    axes.set(xlabel="seconds", ylabel="ms of a step", xlim=(0, _end_s(history)))
     axes.set_ylim(bottom=0)
 
 
-def _add_legend(axes: Any) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+def _end_s(history: RunHistory) -> float:
+    """Return when the last step ends: all panels over time have one axis."""
+    return max((step.end_ns for step in history.steps), default=NS_PER_S) / NS_PER_S
+
+
+def _add_legend(axes: Any, handles: Sequence[Any] = ()) -> None:
+    """Add a legend above the panel, where it covers no data."""
+    handles = handles or axes.get_legend_handles_labels()[0]
+    if handles:
+        axes.legend(
+            handles=handles,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=len(handles),
+            frameon=False,
+            columnspacing=1.2,
+            handlelength=1.5,
+        )
 
 
 def _save_figure(path: str, picture: Any) -> None:
@@ -263,5 +330,5 @@ def _save_png(path: str, picture: Any) -> None:
     from PIL import Image  # type: ignore[import-not-found,unused-ignore]
 
     drawing = io.BytesIO()
-    picture.savefig(drawing, dpi=80)
+    picture.savefig(drawing, dpi=DOTS_PER_INCH)
     Image.open(drawing).convert("RGB").quantize(NUM_PNG_COLOURS).save(path, optimize=True)

@@ -46,20 +46,24 @@ RECORD: dict[str, Any] = {
 
 @with_matplotlib
 @pytest.mark.filterwarnings("ignore")  # matplotlib's own, which change with its version
-def test_each_bar_stands_above_the_end_of_its_step_by_what_overlaps() -> None:
+def test_the_parts_are_next_to_the_step_and_exceed_it_by_what_overlaps() -> None:
     """At one row 3,000 us of kernels keep the device busy for 2,500 of 2,600: 500 overlap."""
     (axes,) = breakdown.draw_breakdown([RECORD]).axes
     bars = {each.get_label(): [bar.get_height() for bar in each] for each in axes.containers}
     assert {name: pytest.approx(heights) for name, heights in bars.items()} == {
+        "device busy": [2.5, 5.0],
+        "device idle": [0.1, 0.5],
+        "GEMMs": [2.0, 2.0],
         "attention": [1.0, 3.0],
-        "gemm": [2.0, 2.0],
-        "idle": [0.1, 0.5],
     }
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "64"]
-    (lines,) = axes.collections
-    ends = [segment[0][1] for segment in lines.get_segments()]
-    tops = [sum(heights[at] for heights in bars.values()) for at in range(2)]
-    assert [top - end for top, end in zip(tops, ends, strict=True)] == pytest.approx([0.5, 0.0])
+    idle = next(each for each in axes.containers if each.get_label() == "device idle")
+    assert [bar.get_y() + bar.get_height() for bar in idle] == pytest.approx([2.6, 5.5])
+
+
+def test_every_group_of_kernels_is_in_the_picture() -> None:
+    assert {*breakdown.PART_NAMES} == {group for group, _ in breakdown.GROUPS} | {breakdown.OTHER}
+    assert {*breakdown.PART_NAMES.values()} < set(breakdown.PART_STYLES)
 
 
 @with_matplotlib

@@ -69,7 +69,12 @@ def test_starvation_is_a_long_wait_of_few_while_most_are_served_at_once(run_sim:
     ttft = run_sim(*words)["ttft_ms"]
     assert ttft["p50"] < 200 and ttft["p90"] > 8000
     assert f"first token within {ttft['p50'] / 1000:.2f} seconds, a fifth after eight" in text
-    assert run_sim(*words, "--policy", "shortest-aged")["ttft_ms"]["max"] < ttft["max"] - 1000
+    aged = run_sim(*words, "--policy", "shortest-aged")
+    longest = aged["ttft_ms"]["max"]
+    assert f"is {longest / 1000:.1f} seconds instead of {ttft['max'] / 1000:.1f}" in text
+    assert f"{aged['good']} requests are good instead of {run_sim(*words)['good']}" in text
+    slots = run_sim(*words, "--max-num-seqs", "32")
+    assert slots["good"] > 250
 
 
 def test_the_head_of_the_line_blocks_requests_that_would_fit(run_sim: Any) -> None:
@@ -89,6 +94,10 @@ def test_a_convoy_waits_for_its_last_prompt_and_mixing_ends_it(run_sim: Any) -> 
     assert mean > 3 * other
     assert f"TTFT is {other / 1000:.1f} seconds instead of {mean / 1000:.1f}" in text
     assert f"one {convoy['itl_ms']['max'] / 1000:.1f} seconds later" in text
+    assert f"{mixed['good']} of 240 requests are good instead of {convoy['good']}" in text
+    gap, before = mixed["itl_ms"], convoy["itl_ms"]
+    assert f"{gap['mean']:.1f} ms on average instead of {before['mean']:.1f}" in text
+    assert f"and {gap['p90']:.0f} instead of {before['p90']:.0f} for the 90th percentile" in text
 
 
 def test_the_demo_of_the_makefile_ends_and_draws_its_picture(tmp_path: Path) -> None:

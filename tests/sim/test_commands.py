@@ -27,6 +27,7 @@ from forge.sim.commands import (
 )
 from forge.sim.film_command import VERSUS_OPTION
 from forge.sim.fleet_command import FLEET_OPTIONS
+from forge.sim.reports.plots import MAX_TIMELINES
 from forge.sim.reports.run_history import KINDS
 from forge.sim.run_options import AXIS_OPTIONS, RUN_OPTIONS, SEEDS_OPTION
 from tests.cli.test_cli import format_cells, format_default, format_flag, parse_tables
@@ -232,6 +233,14 @@ def test_a_picture_is_drawn_of_a_run_and_of_a_sweep(
     sim(*words, "--plot", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
     assert len(file.read_bytes()) < 60_000
+
+
+def test_a_plot_says_how_many_requests_it_shows(sim: SimCommand, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    file = tmp_path / "run.svg"
+    total = MAX_TIMELINES + 1
+    sim("--requests", str(total), "--prompt", "4", "--output", "1", "--plot", str(file))
+    assert f"the first {MAX_TIMELINES} of {total}, in order of arrival" in file.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
