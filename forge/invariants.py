@@ -50,8 +50,8 @@ Sequences
     I23  A waiting sequence has no slot and no block. A running one has blocks for its tokens, and
          no more than it can ever need.
     I24  A step that preempts admits nothing. Where something can be computed something is planned.
-    I25  The victim is of the lowest priority class, then has the fewest output tokens, then the
-         higher id. A sequence that runs alone is never preempted.
+    I25  The victim is of the least urgent priority class, then has the fewest output tokens, then
+         the higher id. A sequence that runs alone is never preempted.
     I26  Only running sequences hold blocks. One that is exempt from preemption holds every block it
          can need.
     I27  A sequence is admitted before an earlier one only where that one waits for a commit.

@@ -198,9 +198,9 @@ def shortest_prompt(waiting: Sequence[Candidate], context: PolicyContext) -> Can
 
 
 def least_progress(running: Sequence[Candidate], context: PolicyContext) -> Candidate:
-    """Return the sequence of the lowest priority class, then with the fewest output tokens.
+    """Return the sequence of the least urgent class, then with the fewest output tokens.
 
-    It is the cheapest to recompute. Ties go to the higher id, or a replay could differ.
+    Its user has seen the least. Ties go to the higher id, or a replay could differ.
     """
     return min(running, key=lambda c: (-c.request.priority, c.num_output, -c.id))
 
