@@ -25,7 +25,7 @@ from forge.sim.units import NS_PER_S
 ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     *("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"),
 )
-"""Colours of Okabe and Ito, which readers with any colour vision tell apart."""
+"""Colours of Okabe and Ito, which differ for readers with any colour vision."""
 
 COLOURS = {PREFILL: ORANGE, DECODE: SKY, VERIFY: GREEN, RECOMPUTE: VERMILION}
 HATCHES = {PREFILL: "", DECODE: "", VERIFY: "..", RECOMPUTE: "///"}
