@@ -18,7 +18,7 @@ PAGE = ROOT / "wiki" / "Gallery.md"
 
 Figures = dict[str, Any]
 
-# The default run has the page's commands, but does not compare their figures.
+# The default run compares what commands print with the page, and not the sentences about it.
 pytestmark = pytest.mark.soak
 
 
