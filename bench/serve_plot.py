@@ -25,6 +25,9 @@ LOAD_KINDS = (
 )
 """(key that only its levels have, name, axis label) of each kind of load."""
 
+BLUE, GREEN, VERMILION, GREY = "#0072B2", "#009E73", "#D55E00", "0.4"
+"""Colours of Okabe and Ito. Markers and line styles differ as well."""
+
 TIMES = (("ttft", "ms to the first token"), ("gap", "ms between events of a stream"))
 
 
@@ -51,7 +54,7 @@ def check_plot(path: str) -> None:
 def draw_levels(levels: Sequence[Level]) -> Any:
     """Return the figure: a row of three panels for each kind of load."""
     kinds = [each for each in LOAD_KINDS if any(each[0] in level for level in levels)]
-    picture = create_figure(figsize=(12, 3.2 * len(kinds)), layout="constrained")
+    picture = create_figure(figsize=(12, 4 * len(kinds)), layout="constrained")
     rows = picture.subfigures(len(kinds), 1, squeeze=False)
     for (part,), (key, name, axis_label) in zip(rows, kinds, strict=True):
         matching = sorted((level for level in levels if key in level), key=lambda level: level[key])
@@ -65,14 +68,15 @@ def draw_levels(levels: Sequence[Level]) -> Any:
             axes.set(xlabel=axis_label)
             set_ticks(axes, matching, key)
             axes.grid(alpha=0.3)
-            axes.legend()
+            # Above the panel: it covers no data there.
+            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     return picture
 
 
 def plot_times(axes: Any, levels: Sequence[Level], key: str, stem: str) -> None:
     """Plot the median and the 99th percentile of one kind of time."""
-    plot_line(axes, levels, key, f"{stem}_p50", "C0o-", "p50")
-    plot_line(axes, levels, key, f"{stem}_p99", "C3s--", "p99")
+    plot_line(axes, levels, key, f"{stem}_p50", BLUE, "o-", "p50")
+    plot_line(axes, levels, key, f"{stem}_p99", VERMILION, "s--", "p99")
     if stem == "ttft":  # it grows with the queue, by orders of magnitude
         axes.set_yscale("log")
     else:
@@ -82,23 +86,23 @@ def plot_times(axes: Any, levels: Sequence[Level], key: str, stem: str) -> None:
 def plot_rates(axes: Any, levels: Sequence[Level], key: str) -> None:
     """Plot the outcomes of requests and, for an open loop, the offered rate."""
     fraction_axes = axes.twinx()
-    plot_line(fraction_axes, levels, key, "rejected_share", "C3s--", "rejected")
+    plot_line(fraction_axes, levels, key, "rejected_share", VERMILION, "s--", "rejected")
     fraction_axes.set(ylabel="share rejected", ylim=(-0.02, 1.02))
-    plot_line(axes, levels, key, "offered", "C7:", "offered")
-    plot_line(axes, levels, key, "req_s", "C0o-", "completed")
-    plot_line(axes, levels, key, "goodput", "C2^-", "good")
-    axes.plot([], [], "C3s--", label="rejected, a share")
+    plot_line(axes, levels, key, "offered", GREY, ":", "offered")
+    plot_line(axes, levels, key, "req_s", BLUE, "o-", "completed")
+    plot_line(axes, levels, key, "goodput", GREEN, "^-", "good")
+    axes.plot([], [], "s--", color=VERMILION, label="share rejected")
     axes.set(ylabel="requests a second")
     axes.set_ylim(bottom=0)
 
 
 def plot_line(
-    axes: Any, levels: Sequence[Level], key: str, value: str, style: str, name: str
+    axes: Any, levels: Sequence[Level], key: str, value: str, colour: str, style: str, name: str
 ) -> None:
     """Plot a figure by load, if there are levels that have it."""
     points = [(level[key], level[value]) for level in levels if level.get(value) is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), style, label=name)
+        axes.plot(*zip(*points, strict=True), style, color=colour, label=name)
 
 
 def set_ticks(axes: Any, levels: Sequence[Level], key: str) -> None:

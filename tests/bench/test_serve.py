@@ -319,7 +319,7 @@ def test_the_plot_has_a_row_for_each_load_with_the_outcomes_of_requests() -> Non
         for part in figure.subfigs
         for axes in part.axes
     ]
-    legend = {"rejected, a share": []}
+    legend = {"share rejected": []}
     assert lines == [
         {"p50": [[2, 3], [8, 4]], "p99": [[2, 5], [8, 5]]},
         {"p50": [[2, 1], [8, 1]], "p99": [[2, 2], [8, 2]]},
