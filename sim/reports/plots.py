@@ -116,10 +116,15 @@ def plot_sweep(path: str, outcomes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _font() -> AbstractContextManager[None]:
-    """Return a context in which text is large enough for a page that shows the picture whole."""
+    """Return a context in which text is large enough for a page that shows the picture whole.
+
+    Raises InvalidConfig where matplotlib is not installed.
+    """
+    create_figure()
     import matplotlib
 
-    return matplotlib.rc_context(FONT)
+    context: AbstractContextManager[None] = matplotlib.rc_context(FONT)
+    return context
 
 
 def _create_sweep_lines(
