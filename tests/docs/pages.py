@@ -41,7 +41,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("wiki/**/*.md")])
-WITHOUT_OUTPUTS = ROOT / "wiki" / "Home.md"
 LIMIT_S = 60.0
 POLL_S = 0.004  # between two polls
 
@@ -562,9 +561,7 @@ def run_page(path: Path, forks: ForkServer) -> None:
     """Do everything that the page shows. Raises PageError with what did not happen."""
     shown = shown_outputs(path.read_text(encoding="utf-8"))
     for block, printed in run_blocks(path, forks).items():
-        required = (
-            path.parent.name == "wiki" and path != WITHOUT_OUTPUTS and block.language == "python"
-        )
+        required = path.parent.name == "wiki" and block.language == "python"
         if block not in shown and not (required and printed):
             continue
         expected = shown[block].text if block in shown else ""

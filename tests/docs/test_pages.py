@@ -54,7 +54,7 @@ LONG_PAGES = {
     *(ROOT / "docs" / f"{name}.md" for name in ("Clients", "Command-line", "Server", "Simulator")),
     *(ROOT / "docs" / f"{name}.md" for name in ("Messages", "Responses")),
     *(ROOT / "wiki" / f"{name}.md" for name in ("Exploration", "Film")),
-    *(ROOT / "wiki" / f"{name}.md" for name in ("Capacity", "Token-budget")),
+    *(ROOT / "wiki" / f"{name}.md" for name in ("Capacity", "KV-tiers", "Token-budget")),
 }
 """Pages that start many servers, search many states, or film or simulate many runs."""
 
