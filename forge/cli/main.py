@@ -1,7 +1,7 @@
 """The entry point of `forge`: parse the words, run the command, turn errors into exit statuses.
 
-Owns the parser of all commands and the exit status. `forge bench` and `forge sim` are imported only
-where one of them is the command, so that `forge --help` stays quick.
+Owns the parser of all commands and the exit status. `forge bench`, `forge sim` and `forge learn`
+are imported only where one of them is the command, so that `forge --help` stays quick.
 
     words ──► create_parser ──► resolve_settings ──► command ──► 0
                    │ usage            │ InvalidConfig   │ ForgeError
@@ -41,7 +41,7 @@ EPILOG = (
 
 
 def create_parser(argv: Sequence[str]) -> Parser:
-    """Return the parser of `forge`. `argv` says whether it needs the commands of bench or sim.
+    """Return the parser of `forge`. `argv` says whether it needs bench, sim or learn.
 
     The namespace that it returns has these besides the values of flags:
 
@@ -100,6 +100,12 @@ def create_parser(argv: Sequence[str]) -> Parser:
         from forge.sim.commands import add_commands
 
         add_commands(sim, argv[1:])
+    text = "Learn how serving works: exercises that check themselves."
+    learn: Parser = commands.add_parser("learn", help=text, description=text, allow_abbrev=False)
+    if argv[:1] == ["learn"]:
+        from forge.learn.command import add_arguments
+
+        add_arguments(learn)
     return parser
 
 

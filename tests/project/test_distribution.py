@@ -93,6 +93,7 @@ def test_the_wheel_has_the_packages_the_command_and_nothing_else_at_the_top(
         f"forge_llm_engine-{VERSION}.dist-info",
     }
     assert {"forge/sim/world.py", "forge/bench/policy.py", "forge/policies/newest.py"} <= {*names}
+    assert {"forge/learn/stubs/pool.py", "forge/learn/checks/pool.py"} <= {*names}
     assert sorted(names) == sorted({*names})
     assert "forge = forge_llm_engine:main" in scripts
     assert install_remedy("hf").endswith(f"'{forge_wheel.name}[hf]'")

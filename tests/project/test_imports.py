@@ -175,7 +175,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "ray.__init__": {"ray.application"},
     "cli.*": LLM_AND_BELOW
     | {"__init__", "cli.*", "limits", "requirements", "server.*", "trainer_access"},
-    "cli.main": LLM_AND_BELOW | {"__init__", "bench.*", "cli.*", "sim.*"},
+    "cli.main": LLM_AND_BELOW | {"__init__", "bench.*", "cli.*", "learn.*", "sim.*"},
+    "learn.*": LLM_AND_BELOW | {"__init__", "cli.*", "learn.*", "sim.*"},
     "__init__": LLM_AND_BELOW,
     "__main__": set(),
     "sim.*": LLM_AND_BELOW
@@ -227,7 +228,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
 # module -> what it imports inside functions only, so that `forge --help` stays quick.
 LAZY_IMPORTS: dict[str, set[str]] = {
     "cli.*": {"requirements", "server.*", "yaml"},
-    "cli.main": {"bench.*", "sim.*"},
+    "cli.main": {"bench.*", "learn.*", "sim.*"},
     "models.loader": {"models.hf.*"},
     "rank_start": {"models.hf.*"},
     "engine": {"mask_threads", "structured_output"},

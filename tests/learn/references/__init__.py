@@ -1,0 +1,1 @@
+"""References: one right answer for each exercise. They are not in the package."""
