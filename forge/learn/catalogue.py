@@ -63,15 +63,20 @@ class Exercise(NamedTuple):
 
 
 EXERCISES = (
-    Exercise(1, "memory", "Home", ("kv_bytes_per_token", "num_cache_tokens", "decode_ms")),
+    Exercise(
+        1,
+        "memory",
+        "From-generate-to-a-server",
+        ("kv_bytes_per_token", "num_cache_tokens", "decode_ms"),
+    ),
     Exercise(2, "plans", "Home", ("predict_plans",)),
     Exercise(3, "pool", "Paging", ("Pool",)),
-    Exercise(4, "bug", "Scheduling", ("Pool",)),
-    Exercise(5, "budget", "Scheduling", ("MAX_NUM_BATCHED_TOKENS",)),
+    Exercise(4, "bug", "Preemption", ("Pool",)),
+    Exercise(5, "budget", "Token-budget", ("MAX_NUM_BATCHED_TOKENS",)),
     Exercise(6, "policy", "Policies", ("policy",)),
     Exercise(7, "acceptance", "Speculation", ("acceptance", "residual", "next_token")),
-    Exercise(8, "depth", "Engine", ("order", "FORBIDDEN_BY")),
-    Exercise(9, "capacity", "Simulation", ("highest_rate",)),
+    Exercise(8, "depth", "Depth", ("order", "FORBIDDEN_BY")),
+    Exercise(9, "capacity", "Capacity", ("highest_rate",)),
     Exercise(10, "attention", "Attention", ("Part", "join")),
 )
 

@@ -11,8 +11,8 @@ The check draws GPUs, models, lengths and limits. An example of the command that
     forge sim --cost roofline:rtx-4090,qwen3-4b --depth 2 --rate 8 --requests 60 \\
         --prompt 100-900 --output 64-192 --num-blocks 4500 --max-num-batched-tokens 512
 
-For a GPU and a model of your own, search with it by hand. Roofline costs are up to 43 % too low for
-the first token (wiki/Simulation.md): rent with a margin.
+For a GPU and a model of your own, `forge sim capacity` searches. Roofline costs are up to 43 % too
+low for the first token (wiki/Capacity.md): rent with a margin.
 """
 
 from collections.abc import Callable
