@@ -102,6 +102,12 @@ def test_exercises_are_numbered_and_their_pages_exist() -> None:
         assert each.task and len(each.title) < 90
 
 
+def test_the_page_lists_every_exercise_by_its_title() -> None:
+    page = (ROOT / "wiki" / "Exercises.md").read_text(encoding="utf-8")
+    lines = [f"{each.number:>2}  new       {each.title}\n" for each in EXERCISES]
+    assert [line for line in lines if line not in page] == []
+
+
 def test_references_are_not_in_the_package() -> None:
     texts = [path.read_text("utf-8") for path in (ROOT / "forge/learn").rglob("*.py")]
     for reference in REFERENCES.glob("[a-z]*.py"):
