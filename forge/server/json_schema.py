@@ -12,6 +12,8 @@ COUNT = {"type": "integer", "minimum": 0}
 BOOLEAN = {"type": "boolean"}
 NULL = {"type": "null"}
 OBJECT = {"type": "object"}
+WEIGHTS = {"weight_version": STRING, "num_stale_tokens": COUNT}
+"""Optional properties of what the engine generates after an update of the weights."""
 
 
 def object_schema(**properties: Any) -> dict[str, Any]:

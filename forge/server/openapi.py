@@ -27,6 +27,7 @@ from forge.server.json_schema import (
     BOOLEAN,
     COUNT,
     STRING,
+    WEIGHTS,
     list_schema,
     object_schema,
     or_null,
@@ -122,7 +123,6 @@ SESSION_PARAMETER = {
 
 _LOGPROB = {"type": "number", "maximum": 0}
 _FINISH_REASON = {"enum": ["stop", "length", "abort"]}
-_WEIGHTS = {"weight_version": STRING, "num_stale_tokens": COUNT}
 _IDS = list_schema(COUNT)
 _USAGE = with_optional(
     object_schema(
@@ -185,7 +185,7 @@ def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
         object={"const": kind},
         created=COUNT,
         model=STRING,
-        choices={**list_schema(with_optional(item, **_WEIGHTS)), "minItems": 1},
+        choices={**list_schema(with_optional(item, **WEIGHTS)), "minItems": 1},
         usage=_USAGE,
     )
     return with_optional(schema, **prompt)
@@ -209,7 +209,7 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
             completion_tokens=COUNT,
             finish_reason=_FINISH_REASON,
         ),
-        **_WEIGHTS,
+        **WEIGHTS,
     ),
     "/v1/responses": RESPONSE,
     "/v1/responses/{id}": {"anyOf": [RESPONSE, DELETED]},

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from forge.outputs import RequestOutput, TextDelta
-from forge.request import NOTHING_CACHED
+from forge.request import INITIAL_WEIGHTS, NOTHING_CACHED
 from forge.server.chat import ChatRequest
 from forge.server.chat_choice import create_call_id
 from forge.server.chat_formats import ChatFormats
@@ -96,6 +96,7 @@ class OutputItems:
     finish_reason   reason that the engine gave for the end, or None
     num_tokens      output tokens so far
     cached_tokens   tokens of the prompt that were in a cache
+    weights         weights that the output was sampled with, from its last delta on
     """
 
     def __init__(self, parser: OutputParser, call_format: CallFormat) -> None:
@@ -103,6 +104,7 @@ class OutputItems:
         self.finish_reason: str | None = None
         self.num_tokens = 0
         self.cached_tokens = NOTHING_CACHED
+        self.weights = INITIAL_WEIGHTS
         self._call_format = call_format
         self._parser = parser
         self._has_ended = False
@@ -145,7 +147,7 @@ class OutputItems:
         self._parser.count_tokens(delta.token_ids)
         parsed_events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
+            self.finish_reason, self.weights = delta.finish_reason, delta.weights
             parsed_events += self._parser.flush()
         for event in parsed_events:
             match event:
@@ -172,6 +174,7 @@ class OutputItems:
                 tuple(choice.token_ids),
                 choice.finish_reason,
                 cached_tokens=output.cached_tokens,
+                weights=choice.weights,
             )
         )
 

@@ -185,6 +185,43 @@ def test_every_choice_ends_with_its_weights_from_the_first_update_on(
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+    ],
+)
+def test_a_response_and_a_message_have_the_weights_of_their_output(
+    path: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """In the body, and in the last event of a stream that has their fields; none before."""
+    save_seed(tmp_path / "new.safetensors", 7)
+    request = {"model": BODY["model"], "ignore_eos": True, **fields}
+    names = ("weight_version", "num_stale_tokens")
+
+    async def answers(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+        """Return the body, and the fields of the last event of a stream; earlier ones have none."""
+        body = await client.post(path, json=request, headers=CLIENT)
+        stream = await client.post(path, json={**request, "stream": True}, headers=CLIENT)
+        assert (body.status_code, stream.status_code) == (200, 200), body.text
+        lines = [line for line in stream.text.splitlines() if line.startswith("data: ")]
+        ends = [line for line in lines if any(name in line for name in names)]
+        last = json.loads(lines[-2 if path == "/v1/messages" else -1].removeprefix("data: "))
+        assert ends in ([], [f"data: {json.dumps(last, separators=(',', ':'))}"])
+        return [body.json(), last.get("response") or last["delta"]]
+
+    async def test() -> None:
+        async with open_app(tmp_path) as client:
+            assert not any(name in each for each in await answers(client) for name in names)
+            body = {"files": ["new.safetensors"], "weight_version": "40"}
+            await command(client, "/admin/weights", body)
+            for each in await answers(client):
+                assert [each[name] for name in names] == ["40", 0]
+
+    run(test())
+
+
 def test_a_pause_that_aborts_returns_the_tokens_so_far(tmp_path: Path) -> None:
     """In the middle of an output, of a stream and of a chat."""
 

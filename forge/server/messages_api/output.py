@@ -20,6 +20,7 @@ from typing import Any
 
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request
+from forge.server.completions import weights_fields
 from forge.server.errors import APIError, anthropic_envelope, request_aborted_error
 from forge.server.output_items import (
     CallItem,
@@ -77,7 +78,7 @@ class MessageOutput:
         yield 1
         return {
             **self._message(self._encode_content()),
-            **self._stop_fields(),
+            **self._end_fields(),
             "usage": self._usage(),
         }
 
@@ -105,7 +106,7 @@ class MessageOutput:
     def encode_end(self) -> Iterable[str]:
         """Return the last events."""
         return (
-            _encode("message_delta", delta=self._stop_fields(), usage=self._usage()),
+            _encode("message_delta", delta=self._end_fields(), usage=self._usage()),
             _encode("message_stop"),
         )
 
@@ -138,6 +139,10 @@ class MessageOutput:
         if self._stops is not None:
             for token in tokens:
                 self._stops.push(token)
+
+    def _end_fields(self) -> dict[str, Any]:
+        """Return the fields of the message that its end decides."""
+        return {**self._stop_fields(), **weights_fields(self._items.weights)}
 
     def _stop_fields(self) -> dict[str, str | None]:
         """Return why the message ended."""

@@ -9,9 +9,11 @@ from forge.server.json_schema import (
     COUNT,
     OBJECT,
     STRING,
+    WEIGHTS,
     list_schema,
     object_schema,
     or_null,
+    with_optional,
 )
 
 _BLOCKS = (
@@ -19,7 +21,7 @@ _BLOCKS = (
     object_schema(type={"const": "thinking"}, thinking=STRING, signature=STRING),
     object_schema(type={"const": "tool_use"}, id=STRING, name=STRING, input=OBJECT),
 )
-MESSAGE = object_schema(
+_MESSAGE = object_schema(
     id=STRING,
     type={"const": "message"},
     role={"const": "assistant"},
@@ -35,6 +37,7 @@ MESSAGE = object_schema(
         output_tokens_details=object_schema(thinking_tokens=COUNT),
     ),
 )
+MESSAGE = with_optional(_MESSAGE, **WEIGHTS)
 TOKEN_COUNT = object_schema(input_tokens=COUNT)
 ERROR = {
     "type": "object",

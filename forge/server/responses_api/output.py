@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from forge.outputs import RequestOutput, TextDelta
+from forge.server.completions import weights_fields
 from forge.server.output_items import (
     CallItem,
     ItemEnd,
@@ -115,6 +116,7 @@ class ResponseOutput:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self.output(),
             "usage": None if self.status == "in_progress" else self._usage(),
+            **weights_fields(self._items.weights),
         }
         return f"{self._head},{encode_object(changing).removeprefix('{')}"
 

@@ -13,9 +13,11 @@ from forge.server.json_schema import (
     NULL,
     OBJECT,
     STRING,
+    WEIGHTS,
     list_schema,
     object_schema,
     or_null,
+    with_optional,
 )
 
 ITEM_STATUS = {"enum": ["in_progress", "completed", "incomplete"]}
@@ -66,7 +68,7 @@ _REASONING = object_schema(
 _OUTPUT_ITEM = {"anyOf": [_OUTPUT_MESSAGE, _FUNCTION_CALL, _REASONING]}
 _INPUT_ITEM = {"anyOf": [_INPUT_MESSAGE, _FUNCTION_CALL_OUTPUT, *_OUTPUT_ITEM["anyOf"]]}
 
-RESPONSE = object_schema(
+_RESPONSE = object_schema(
     id=STRING,
     object={"const": "response"},
     created_at=COUNT,
@@ -105,6 +107,7 @@ RESPONSE = object_schema(
     truncation={"const": "disabled"},
     user=or_null(STRING),
 )
+RESPONSE = with_optional(_RESPONSE, **WEIGHTS)
 DELETED = object_schema(id=STRING, object={"const": "response"}, deleted={"const": True})
 INPUT_ITEMS = object_schema(
     object={"const": "list"},
