@@ -180,6 +180,7 @@ class EngineStatus(NamedTuple):
     Totals since the engine was made, which never fall:
 
     num_preemptions       preemptions of a sequence, which lost its blocks and waited again
+    num_recomputed_tokens tokens computed again after that
     num_queried_tokens    tokens that sequences had when they were first admitted
     num_cached_tokens     those of them that the prefix cache had on the device
     num_uncached_tokens   those of them that no tier had
@@ -206,6 +207,7 @@ class EngineStatus(NamedTuple):
     num_sessions: int
     num_paused_sessions: int
     num_preemptions: int
+    num_recomputed_tokens: int
     num_queried_tokens: int
     num_cached_tokens: int
     num_uncached_tokens: int
@@ -237,6 +239,7 @@ class EngineStatus(NamedTuple):
             len(scheduler.sessions),
             scheduler.num_paused_sessions,
             scheduler.num_preemptions,
+            scheduler.num_recomputed_tokens,
             scheduler.num_queried_tokens,
             scheduler.num_cached_tokens,
             scheduler.num_uncached_tokens,

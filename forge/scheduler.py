@@ -106,26 +106,27 @@ DISPLACED = "displaced for a waiting sequence"
 class Scheduler:
     """Turns requests into plans, and results of plans into deltas. One thread calls it.
 
-    waiting              queued sequences in order of `queue_key`
-    running              sequences with a slot and blocks, by id, in order of admission
-    sequences            all live sequences, by id
-    requests             open choices of each live request, by request id
-    sessions             open sessions by key, oldest first
-    ledger               plans in flight, oldest first
-    next_step            number of the next plan
-    gate                 running sequences whose next row waits for a commit
-    is_frozen            no row is planned: see `freeze`
-    wait_reasons         why the last `schedule()` left sequences in the queue
-    num_queried_tokens   tokens of sequences when they were first admitted
-    cached_tokens        those of them that another sequence had computed, by tier
-    num_uncached_tokens  those of them that no tier had
-    resumed_tokens       those of `cached_tokens` in later turns of a session
-    num_loaded_tokens    positions loaded from host memory
-    num_planned_tokens   positions computed by all plans
-    num_preemptions      times that a sequence lost its blocks and was queued again
-    num_draft_tokens     drafts verified
-    num_accepted_tokens  drafts accepted
-    new_request_ids      request of each choice that the last `schedule()` admitted a first time
+    waiting                queued sequences in order of `queue_key`
+    running                sequences with a slot and blocks, by id, in order of admission
+    sequences              all live sequences, by id
+    requests               open choices of each live request, by request id
+    sessions               open sessions by key, oldest first
+    ledger                 plans in flight, oldest first
+    next_step              number of the next plan
+    gate                   running sequences whose next row waits for a commit
+    is_frozen              no row is planned: see `freeze`
+    wait_reasons           why the last `schedule()` left sequences in the queue
+    num_queried_tokens     tokens of sequences when they were first admitted
+    cached_tokens          those of them that another sequence had computed, by tier
+    num_uncached_tokens    those of them that no tier had
+    resumed_tokens         those of `cached_tokens` in later turns of a session
+    num_loaded_tokens      positions loaded from host memory
+    num_planned_tokens     positions computed by all plans
+    num_preemptions        times that a sequence lost its blocks and was queued again
+    num_recomputed_tokens  positions computed again after a sequence lost its blocks
+    num_draft_tokens       drafts verified
+    num_accepted_tokens    drafts accepted
+    new_request_ids        request of each choice that the last `schedule()` admitted a first time
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class Scheduler:
         self.num_queried_tokens = 0
         self.num_planned_tokens = 0
         self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.new_request_ids: list[int] = []
@@ -751,11 +753,20 @@ class Scheduler:
         self._plan_decodes(rows, late_rows, decodes[: split.num_decodes], budget - num_spent)
         for sequence, chunk in zip(prefilling, split.chunks, strict=True):
             if chunk:
+                if sequence.epoch:
+                    self._count_recomputed(sequence, chunk)
                 write_chunk(rows, sequence, chunk)
                 self.num_planned_tokens += chunk
                 self.drafter.prefill(sequence, sequence.table.num_tokens)
                 if not sequence.num_pending:
                     del self._prefilling[sequence.id]
+
+    def _count_recomputed(self, sequence: Sequence, chunk: int) -> None:
+        """Count the positions of the next chunk that the sequence lost with its blocks."""
+        num_left = sequence.num_lost_positions - sequence.table.num_tokens
+        num_again = max(0, min(chunk, num_left))
+        sequence.num_recomputed += num_again
+        self.num_recomputed_tokens += num_again
 
     def _bounded_budget(self, decodes: list[Sequence], prefilling: list[Sequence]) -> int:
         """Return the most tokens of a plan that takes at most `max_step_ms`, if that is set.
@@ -1204,6 +1215,8 @@ class Scheduler:
         self.drafter.remove_sequence(sequence)
         assert sequence.slot is not None, f"sequence {sequence.id} runs without a slot"
         self._free_slots.append(sequence.slot)
+        num_lost = max(sequence.num_lost_positions, sequence.table.num_tokens)
+        sequence.num_lost_positions = num_lost
         sequence.num_served_before = sequence.num_served
         sequence.num_shared_tokens = 0
         if self._has_host_tier:

@@ -114,6 +114,8 @@ class Sequence:
     num_overtaken         admissions of sequences that were later in the queue
     num_shared_tokens     positions that it did not compute: shared or forked at its last admission
     num_served_before     positions computed for it in earlier epochs
+    num_lost_positions    most positions that its blocks had when it lost them
+    num_recomputed        positions below that computed since: what its preemptions cost
     cached_tokens         tokens of the prompt that no choice of the request computed. Those of the
                           choice that ran first alone
     """
@@ -144,6 +146,8 @@ class Sequence:
     num_overtaken: int = 0
     num_shared_tokens: int = 0
     num_served_before: int = 0
+    num_lost_positions: int = 0
+    num_recomputed: int = 0
     cached_tokens: CachedTokens = NOTHING_CACHED
 
     @property

@@ -235,6 +235,11 @@ METRICS = (
         (MetricName("num_preemptions_total"),),
     ),
     _counter(
+        "Tokens computed again after a sequence lost its blocks",
+        lambda f: f.status.num_recomputed_tokens,
+        "recomputed_tokens_total",
+    ),
+    _counter(
         "Tokens of prompts whose output has started",
         lambda f: f.num_prompt_tokens,
         "prompt_tokens_total",

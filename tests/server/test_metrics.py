@@ -209,8 +209,10 @@ def test_preemptions_are_counted_where_the_cache_is_small() -> None:
     with open_metered(num_blocks=8, prepare=together) as served:
         served.generate(*({"prompt": f"req{i}", "max_tokens": 20, **ENDLESS} for i in range(2)))
         found = served.scrape()
-        counted = served.llm.engine.scheduler.num_preemptions
+        scheduler = served.llm.engine.scheduler
+        counted, recomputed = scheduler.num_preemptions, scheduler.num_recomputed_tokens
     assert found['forge_preemptions_total{mode="recompute"}'] == counted >= 1
+    assert found["forge_recomputed_tokens_total"] == recomputed >= 1
     assert found["forge_queue_time_seconds_count"] == 2, "a preempted request counted twice"
     assert found["forge_prefix_cache_queries_total"] == 8, "a preempted request counted twice"
     assert found["forge_prefix_cache_hits_total"] == 0, "and they share nothing"
@@ -296,12 +298,17 @@ def test_the_planner_counts_what_its_plans_admit_and_compute() -> None:
         s.add(request(id, range(1, length + 1), max_tokens=9, ignore_eos=True))
     m = hash_model(s)
     started_ids: list[int] = []
-    admitted = queried = computed = preempted = 0
+    admitted = queried = computed = preempted = recomputed = 0
+    positions = set[tuple[int, int]]()
     while s.has_work:
         plan = next_plan(s)
         started_ids += s.new_request_ids
         preempted += len(plan.preempted)
         computed += sum(row.end - row.start for row in plan.rows)
+        for row in plan.rows:
+            of_row = {(row.seq_id, position) for position in range(row.start, row.end)}
+            recomputed += len(positions & of_row)
+            positions |= of_row
         first = [event.seq_id for event in plan.admitted if event.why.startswith("new")]
         admitted += len(plan.admitted)
         queried += sum(len(s.running[seq_id].tokens) for seq_id in first)
@@ -313,6 +320,7 @@ def test_the_planner_counts_what_its_plans_admit_and_compute() -> None:
         computed,
         queried,
     )
+    assert s.num_recomputed_tokens == recomputed > 0
 
 
 def test_what_computes_nothing_is_no_step() -> None:
