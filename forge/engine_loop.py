@@ -23,10 +23,12 @@ from forge.film.state import Line
 from forge.film_attachment import FilmAttachment
 from forge.kv_publisher import KVEventCounts, KVEventPublisher
 from forge.pause import PauseMode
+from forge.recorder_chain import RecorderChain
 from forge.request import Delta, Request, Structure
 from forge.session_timers import SessionTimers
 from forge.sessions import SessionKey
 from forge.tier_status import TierStatus
+from forge.timings_recorder import TimingsRecorder
 from forge.weights import PartTimes, WeightSource
 
 MAX_COMPILE_THREADS = 4
@@ -318,7 +320,9 @@ class EngineLoop:
         self._executors: dict[QueueLevel, ThreadPoolExecutor] = {}
         self._compiling: dict[int, Future[None]] = {}  # requests whose structure is being compiled
         self._waiting_pauses: list[int] = []  # tickets of pauses that still wait
-        self._film = FilmAttachment(engine, time.perf_counter_ns)
+        recorders = RecorderChain(engine)
+        self._film = FilmAttachment(engine, recorders, time.perf_counter_ns)
+        self._timings = TimingsRecorder(engine.scheduler, recorders, time.monotonic)
         self._timers = SessionTimers(engine.scheduler.sessions, engine.config.session_ttl_s)
 
     def post(self, command: Command) -> None:
@@ -401,7 +405,7 @@ class EngineLoop:
             results = self._execute_commands()
             self._expire_sessions()
             start_s = time.monotonic()
-            deltas = engine.step()
+            deltas = self._timings.label(engine.step())
             step_s = time.monotonic() - start_s
             if engine.is_paused:
                 results.pause_results.extend(map(PauseResult, self._waiting_pauses))
@@ -482,6 +486,7 @@ class EngineLoop:
                 case _Submission(_, request):
                     try:
                         self._engine.submit(request)
+                        self._timings.add(request, self._post_times_s[request.id])
                     except ForgeError as error:  # its id is live, or the pool shrank meanwhile
                         self._post_times_s.pop(request.id, None)
                         results.rejections.append((request.id, str(error)))

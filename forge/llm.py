@@ -36,9 +36,11 @@ from forge.rank_start import start_ranks
 from forge.ranks.rank_context import LeaderContext
 from forge.ranks.rank_group import RankGroup
 from forge.ranks.rank_lead import RankLead
+from forge.recorder_chain import RecorderChain
 from forge.recording import RecordingWriter, build_header
 from forge.request import Delta, Request, SamplingParams
 from forge.start_log import StartLog
+from forge.timings_recorder import TimingsRecorder
 from forge.tokenizer import Tokenizer
 from forge.version import VERSION
 from forge.weights import NamedWeights, WeightFiles, WeightSource
@@ -112,6 +114,9 @@ class RequestFields(TypedDict, total=False):
     session_id: str
     session_end: bool
     expected_pause_s: float | None
+    return_timings: bool
+    external_id: str
+    traceparent: str | None
 
 
 def load_policy(name_or_policy: str | Policy) -> Policy:
@@ -355,6 +360,8 @@ class LLM:
         self._exit_stack = ExitStack()
         self.engine, loaded = open_engine_and_model(model, policy, options, self._exit_stack)
         self.tokenizer, self.device = loaded.tokenizer, loaded.device
+        recorders = RecorderChain(self.engine)
+        self._timings = TimingsRecorder(self.engine.scheduler, recorders, time.monotonic)
         self._ids = itertools.count()
         self._deltas_by_stream: dict[int, deque[Delta]] = {}
         self._open_ids: set[int] = set()
@@ -467,7 +474,9 @@ class LLM:
         self.engine.pause(parse_pause_mode(mode))
         while not self.engine.is_paused:
             self._pass_to_streams(self._step())
-        self._pass_to_streams(self.engine.step())  # deltas of the steps that were in flight
+        self._pass_to_streams(
+            self._timings.label(self.engine.step())
+        )  # deltas of the steps that were in flight
 
     def resume(self) -> None:
         """End a pause. Raises EnginePaused while the model sleeps or lacks weights."""
@@ -528,19 +537,20 @@ class LLM:
 
     def _submit(self, request: Request) -> None:
         self.engine.submit(request)
+        self._timings.add(request, time.monotonic())
         self._open_ids.add(request.id)
 
     def _abort(self, request: Request) -> None:
         self.engine.abort(request.id)
         self._open_ids.discard(request.id)
 
-    def _step(self) -> list[Delta]:
+    def _step(self) -> Sequence[Delta]:
         """Run one step of the engine, in which all open requests advance."""
         if not self.engine.can_step:
             if self.engine.is_paused:
                 self._check_running()
             self._expire_longest_pause()
-        return self.engine.step()
+        return self._timings.label(self.engine.step())
 
     def _check_running(self) -> None:
         if self.engine.pause_state.mode is not None:

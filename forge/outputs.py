@@ -25,6 +25,7 @@ from forge.request import (
     SamplingParams,
     TokenLogprob,
 )
+from forge.timings import ChoiceTimings
 from forge.tokenizer import StopStringDetokenizer, Tokenizer
 
 
@@ -36,6 +37,7 @@ class TextDelta(NamedTuple):
     error           what went wrong when finish_reason is "error"
     cached_tokens   those of the prompt, in the last delta of the choice that ran first
     weights         weights that the choice was sampled with, in its last delta
+    timings         its times, in its last delta, where the request returns them
     """
 
     choice: int
@@ -47,6 +49,7 @@ class TextDelta(NamedTuple):
     error: str | None = None
     cached_tokens: CachedTokens = NOTHING_CACHED
     weights: OutputWeights = INITIAL_WEIGHTS
+    timings: ChoiceTimings | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class ChoiceOutput:
     """A continuation of a prompt.
 
     weights   version of the weights at its end, and how many tokens are of earlier ones
+    timings   its times, where the request returns them
     """
 
     index: int
@@ -63,6 +67,7 @@ class ChoiceOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     weights: OutputWeights = INITIAL_WEIGHTS
+    timings: ChoiceTimings | None = None
 
     def append(self, delta: TextDelta) -> None:
         """Add the delta to this choice."""
@@ -72,6 +77,7 @@ class ChoiceOutput:
         self.finish_reason = delta.finish_reason
         self.error = delta.error
         self.weights = delta.weights
+        self.timings = delta.timings
 
 
 @dataclass(slots=True)
@@ -158,6 +164,7 @@ class OutputProcessor:
             delta.error,
             delta.cached_tokens,
             delta.weights,
+            delta.timings,
         )
 
     def finish(self, finish_reason: str, error: str | None) -> list[TextDelta]:
@@ -212,7 +219,7 @@ class OutputBatch:
                 output.prompt_logprobs += delta.prompt_logprobs
             if delta.finish is not None:
                 choice.finish_reason, choice.error = delta.finish.value, delta.error
-                choice.weights = delta.weights
+                choice.weights, choice.timings = delta.weights, delta.timings
                 output.cached_tokens = output.cached_tokens.plus(delta.cached_tokens)
                 self._finish(choice, delta)
 
@@ -276,5 +283,6 @@ def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
             new.error,
             new.cached_tokens,
             new.weights,
+            new.timings,
         )
     return list(by_choice.values())

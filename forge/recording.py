@@ -300,7 +300,8 @@ def encode_request(request: Request) -> Entry:
     if request.params.structure is not None:
         params["structure"] = request.params.structure.encode()
     entry: Entry = {"id": request.id, "prompt": list(request.prompt), "params": params}
-    for name in ("priority", "cache_salt", "arrival_s", "tenant", "session_id", "session_end"):
+    names = ("priority", "cache_salt", "arrival_s", "tenant", "session_id", "session_end")
+    for name in (*names, "external_id"):
         if getattr(request, name):
             entry[name] = getattr(request, name)
     if request.expected_pause_s is not None:  # 0 is a pause too

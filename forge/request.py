@@ -17,6 +17,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from forge.errors import InvalidRequest
+from forge.timings import ChoiceTimings
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -398,6 +399,10 @@ class Request:
     session_id         session of which it is a turn, at most 128 characters; empty: none is named
     session_end        its session ends with it; needs `session_id`
     expected_pause_s   seconds until the session's next turn, 0 to 86,400; None: not known
+    return_timings     the last Delta of each choice has its times
+    external_id        id outside of the engine, such as that of an HTTP request; for recordings
+    traceparent        W3C trace context that its span belongs to; empty: a new trace; None: it has
+                       no span
 
     The session fields are hints: they order admission and eviction, and hold no memory.
     """
@@ -412,6 +417,9 @@ class Request:
     session_id: str = ""
     session_end: bool = False
     expected_pause_s: float | None = None
+    return_timings: bool = False
+    external_id: str = ""
+    traceparent: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, range):
@@ -424,10 +432,14 @@ class Request:
             raise _invalid_value(
                 "params", self.params, "a SamplingParams", "Give forge.SamplingParams"
             )
-        for name in ("cache_salt", "tenant", "session_id"):
+        for name in ("cache_salt", "tenant", "session_id", "external_id"):
             if not isinstance(getattr(self, name), str):
                 raise _invalid_value(name, getattr(self, name), "a string", "Give text")
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+        if type(self.return_timings) is not bool:
+            raise _invalid_value(
+                "return_timings", self.return_timings, "true or false", "Give a boolean"
+            )
         self._check_session()
 
     def _check_session(self) -> None:
@@ -509,6 +521,7 @@ class Delta(NamedTuple):
     error             what went wrong when `finish` is ERROR
     cached_tokens     those of the prompt, in the last Delta of the choice that ran first
     weights           weights that the choice was sampled with, in its last Delta
+    timings           its times, in its last Delta, where the request returns them
     """
 
     request_id: int
@@ -521,9 +534,10 @@ class Delta(NamedTuple):
     error: str | None = None
     cached_tokens: CachedTokens = NOTHING_CACHED
     weights: OutputWeights = INITIAL_WEIGHTS
+    timings: ChoiceTimings | None = None
 
 
 assert Delta._fields == (
     *("request_id", "choice", "tokens", "finish", "stop_token"),
-    *("logprobs", "prompt_logprobs", "error", "cached_tokens", "weights"),
+    *("logprobs", "prompt_logprobs", "error", "cached_tokens", "weights", "timings"),
 ), "Scheduler.commit builds a Delta as a tuple of these fields"

@@ -868,7 +868,7 @@ class Scheduler:
         sequences = self.sequences
         block_size = self.config.block_size
         vocab_size = self._vocab_size
-        rest = ((), None, NOTHING_CACHED, INITIAL_WEIGHTS)
+        rest = ((), None, NOTHING_CACHED, INITIAL_WEIGHTS, None)
         for row, result in zip(plan.rows, output.rows, strict=True):
             sequence = sequences.get(row.seq_id)
             if sequence is None:

@@ -25,6 +25,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.applications import Starlette
@@ -70,6 +71,7 @@ from forge.server.stat_logger import StatLogger
 from forge.server.streaming import GeneratedStream
 from forge.server.tenants import Tenants
 from forge.server.time_slicing import SlicedWork
+from forge.server.timings import AnswerTimings
 from forge.server.tokenization import TokenizationEndpoints
 from forge.server.trainers import ADMIN_PATHS, TrainerEndpoints
 from forge.trainer_access import TrainerAccess
@@ -256,7 +258,10 @@ class InferenceEndpoints:
                 self._queue, request_body, prompts, params, head
             )
             return await generation.create_response(
-                self._queue, requests, head.request_id, _build_generate_body
+                self._queue,
+                requests,
+                head.request_id,
+                partial(_build_generate_body, AnswerTimings(request_body.return_timings)),
             )
 
         return await handle_json(request, parse_body, respond)
@@ -311,17 +316,22 @@ class InferenceEndpoints:
         )
 
 
-def _build_generate_body(outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
+def _build_generate_body(
+    timings: AnswerTimings, outputs: Sequence[RequestOutput]
+) -> SlicedWork[dict[str, Any]]:
     """Build the body of a response of /generate, in slices."""
     (output,) = outputs
     yield 0
+    num_prompt, num_output = len(output.prompt_token_ids), len(output.token_ids)
+    timings.add(output.choices[0].timings)
     return {
         "text": output.text,
         "token_ids": output.token_ids,
-        "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": len(output.token_ids),
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
         "finish_reason": output.finish_reason,
         **weights_fields(output.choices[0].weights),
+        **timings.fields(num_prompt, output.cached_tokens.total, num_output),
     }
 
 

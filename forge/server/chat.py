@@ -37,7 +37,13 @@ from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_choice import ChatChoice
 from forge.server.chat_formats import ChatFormats
-from forge.server.completions import StreamingRequest, usage, weights_fields, weights_text
+from forge.server.completions import (
+    StreamingRequest,
+    encode_last_chunk,
+    usage,
+    weights_fields,
+    weights_text,
+)
 from forge.server.errors import excerpt
 from forge.server.legacy_logprobs import MIN_LOGPROB
 from forge.server.messages import parse_messages
@@ -52,6 +58,7 @@ from forge.server.protocol import (
 )
 from forge.server.request_head import RequestHead
 from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_entries
+from forge.server.timings import AnswerTimings
 from forge.server.tool_formats import HERMES
 from forge.server.tools import ToolSet, check_renders_tool_calls, parse_tools
 from forge.tokenizer import ChatEnd, ChatMessage, Tokenizer
@@ -357,6 +364,7 @@ class ChatCompletionResponse:
             prompt_ids = json.dumps(list(request.prompt), separators=(",", ":"))
             self._unsent_prompt_ids = f',"prompt_token_ids":{prompt_ids}'
         self._completion_tokens = 0
+        self._timings = AnswerTimings(request_body.return_timings)
         self._cached_tokens = NOTHING_CACHED
         self._unstarted_choices = set(range(request.params.n))  # their role is not sent yet
         self._choices = [
@@ -387,6 +395,7 @@ class ChatCompletionResponse:
                     **weights_fields(choice.weights),
                 }
             )
+            self._timings.add(choice.timings)
             yield 1 + len(choice.token_ids) // TOKENS_PER_SLICE
         prompt: dict[str, object] = {}
         if self._returns_ids:
@@ -395,7 +404,8 @@ class ChatCompletionResponse:
             prompt["prompt_logprobs"] = yield from build_prompt_logprobs(
                 output.prompt_logprobs, self._tokenizer
             )
-        return {**self._head, **prompt, "choices": choices, "usage": self.usage()}
+        ends = {"usage": self.usage(), **self._timings_fields()}
+        return {**self._head, **prompt, "choices": choices, **ends}
 
     def chunks(self, _: int, delta: TextDelta) -> list[str]:
         """Return the JSON of each event for a delta; a choice's first event has its role."""
@@ -405,6 +415,7 @@ class ChatCompletionResponse:
             chunks.append(self._chunk(delta.choice, chat_choice.role_delta, "null", "null"))
         self._completion_tokens += len(delta.token_ids)
         self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
+        self._timings.add(delta.timings)
         logprobs, finish = "null", "null"
         if self._request_body.logprobs:
             scores = self._logprobs_object(self._logprob_entries(delta.logprobs))
@@ -422,10 +433,9 @@ class ChatCompletionResponse:
         return chunks
 
     def last_chunks(self) -> list[str]:
-        """Return the JSON of the events before [DONE]: the usage, if the request includes it."""
-        if not self._request_body.includes_usage:
-            return []
-        return [f'{self._chunk_head}],"usage":{json.dumps(self.usage(), separators=(",", ":"))}}}']
+        """Return the JSON of the events before [DONE]: usage and timings, if they are requested."""
+        usage = {"usage": self.usage()} if self._request_body.includes_usage else {}
+        return encode_last_chunk(self._chunk_head, usage | self._timings_fields())
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens of the rendered chat and of all choices so far."""
@@ -434,6 +444,10 @@ class ChatCompletionResponse:
             num_reasoning = sum(each.num_reasoning_tokens for each in self._choices)
             counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return counts
+
+    def _timings_fields(self) -> dict[str, Any]:
+        num_prompt, num_cached = len(self.requests[0].prompt), self._cached_tokens.total
+        return self._timings.fields(num_prompt, num_cached, self._completion_tokens)
 
     def _chunk(self, index: int, delta: str, logprobs: str, finish: str) -> str:
         usage = self._unsent_prompt_ids + self._null_usage

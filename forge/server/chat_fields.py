@@ -50,6 +50,7 @@ class ChatFields(RequestBody):
     session_end: BooleanField = None
     expected_pause_s: NumberField = None
     prompt_cache_key: CacheKeyField = None
+    return_timings: BooleanField = None
     chat_template_kwargs: TemplateVariablesField = None
 
 

@@ -38,6 +38,7 @@ from forge.server.protocol import (
     SamplingRequest,
 )
 from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork
+from forge.server.timings import AnswerTimings
 from forge.tokenizer import Tokenizer
 
 
@@ -241,6 +242,14 @@ def weights_text(delta: TextDelta) -> str:
     return f",{_compact_json(fields)[1:-1]}" if fields else ""
 
 
+def encode_last_chunk(chunk_head: str, fields: dict[str, Any]) -> list[str]:
+    """Return the JSON of a chunk without choices that has these fields, or nothing without any.
+
+    chunk_head   JSON of all chunks, up to their first choice
+    """
+    return [f"{chunk_head}],{_compact_json(fields)[1:]}"] if fields else []
+
+
 class CompletionResponse:
     """The response of one call of /v1/completions, whole or in chunks.
 
@@ -270,6 +279,7 @@ class CompletionResponse:
         ]
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._completion_tokens = 0
+        self._timings = AnswerTimings(request_body.return_timings)
         self._cached_tokens = NOTHING_CACHED
         self._pending_echo = {  # text of the prompt for the first chunk of each choice
             (p, c): self._echo_texts[p]
@@ -309,8 +319,9 @@ class CompletionResponse:
                     }
                 )
                 self._completion_tokens += len(choice.token_ids)
+                self._timings.add(choice.timings)
                 yield 1
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        return {**self._head, "choices": choices, "usage": self.usage(), **self._timings_fields()}
 
     def chunks(self, p: int, delta: TextDelta) -> Iterator[str]:
         """Yield the JSON of each event for a delta of prompt `p`.
@@ -347,6 +358,7 @@ class CompletionResponse:
             block.add(delta.logprobs)
         self._completion_tokens += len(delta.token_ids)
         self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
+        self._timings.add(delta.timings)
         finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         end = finish + weights_text(delta) + self._encode_ids(p, delta)
         yield self._chunk(p, delta.choice, text + delta.text, block, end)
@@ -376,14 +388,17 @@ class CompletionResponse:
         return f'{prompt},"token_ids":{_compact_json(delta.token_ids)}'
 
     def last_chunks(self) -> list[str]:
-        """Return the JSON of the events before [DONE]: the usage, if the request includes it."""
-        if not self._request_body.includes_usage:
-            return []
-        return [f'{self._chunk_head}],"usage":{json.dumps(self.usage(), separators=(",", ":"))}}}']
+        """Return the JSON of the events before [DONE]: usage and timings, if they are requested."""
+        usage = {"usage": self.usage()} if self._request_body.includes_usage else {}
+        return encode_last_chunk(self._chunk_head, usage | self._timings_fields())
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens of all prompts and of all choices so far."""
         return usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
+
+    def _timings_fields(self) -> dict[str, Any]:
+        num_cached = self._cached_tokens.total
+        return self._timings.fields(self._prompt_tokens, num_cached, self._completion_tokens)
 
     def _usage_so_far(self) -> str:
         if not self._request_body.includes_usage:

@@ -27,6 +27,7 @@ from forge.server.chat_choice import create_call_id
 from forge.server.chat_formats import ChatFormats
 from forge.server.output_events import ArgumentsPiece, CallStart, ReasoningPiece, TextPiece
 from forge.server.output_parser import OutputParser
+from forge.server.timings import AnswerTimings
 from forge.server.tool_formats import HERMES, CallFormat
 from forge.tokenizer import Tokenizer
 
@@ -97,14 +98,18 @@ class OutputItems:
     num_tokens      output tokens so far
     cached_tokens   tokens of the prompt that were in a cache
     weights         weights that the output was sampled with, from its last delta on
+    timings         times of the output, from its last delta on
     """
 
-    def __init__(self, parser: OutputParser, call_format: CallFormat) -> None:
+    def __init__(
+        self, parser: OutputParser, call_format: CallFormat, timings: AnswerTimings
+    ) -> None:
         self.items: list[OutputItem] = []
         self.finish_reason: str | None = None
         self.num_tokens = 0
         self.cached_tokens = NOTHING_CACHED
         self.weights = INITIAL_WEIGHTS
+        self.timings = timings
         self._call_format = call_format
         self._parser = parser
         self._has_ended = False
@@ -122,6 +127,7 @@ class OutputItems:
         return cls(
             formats.create_parser(request_body.named_structure, tools, prompt, tokenizer),
             HERMES if tools is None else formats.call_format,
+            AnswerTimings(request_body.return_timings),
         )
 
     @property
@@ -145,6 +151,7 @@ class OutputItems:
         self.num_tokens += len(delta.token_ids)
         self.cached_tokens = self.cached_tokens.plus(delta.cached_tokens)
         self._parser.count_tokens(delta.token_ids)
+        self.timings.add(delta.timings)
         parsed_events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             self.finish_reason, self.weights = delta.finish_reason, delta.weights
@@ -175,6 +182,7 @@ class OutputItems:
                 choice.finish_reason,
                 cached_tokens=output.cached_tokens,
                 weights=choice.weights,
+                timings=choice.timings,
             )
         )
 

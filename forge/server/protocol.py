@@ -206,6 +206,7 @@ class SamplingRequest(RequestBody):
     session_end: BooleanField = None
     expected_pause_s: NumberField = None
     prompt_cache_key: CacheKeyField = None
+    return_timings: BooleanField = None
     # Accepted without effect.
     user: ShortTextField = None
     request_id: ShortTextField = None

@@ -42,6 +42,7 @@ from forge.request import (
     TokenLogprob,
 )
 from forge.tier_status import TierStatus
+from forge.timings import ChoiceTimings, TimedEvent
 from tests.engine.test_async_llm import BlockingPolicy
 
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True, temperature=0.0)
@@ -293,6 +294,7 @@ def test_an_error_is_the_same_after_a_pipe(error: ForgeError) -> None:
 
 
 SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
+EVENT = TimedEvent(2.5, "admitted", "new")
 
 
 @pytest.mark.parametrize(
@@ -305,6 +307,7 @@ SCORES = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -2.0))),)
         {"prompt_logprobs": SCORES},
         {"finish": FinishReason.ERROR, "error": "why"},
         {"finish": FinishReason.STOP, "cached_tokens": CachedTokens(4, 3, 2)},
+        {"finish": FinishReason.STOP, "timings": ChoiceTimings(1.5, 2.5, events=(EVENT,))},
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.film_attachment import FilmAttachment
 from forge.models.hash import HashModel
+from forge.recorder_chain import RecorderChain
 from forge.request import Request, SamplingParams
 from forge.seam import PendingStep, RowOutput, StepOutput, StepPlan
 
@@ -68,7 +69,7 @@ class Load:
         )
         self.model = TimedModel(step_ns)
         self.engine = Engine(self.model, config)
-        self.film = FilmAttachment(self.engine, time.perf_counter_ns)
+        self.film = FilmAttachment(self.engine, RecorderChain(self.engine), time.perf_counter_ns)
         for _ in range(num_pages):
             self.film.open()
         self._random = random.Random(7)

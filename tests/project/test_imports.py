@@ -53,7 +53,8 @@ LLM_AND_BELOW = (
     | HOSTS
     | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
     | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
-    | {"film.*", "film_attachment", "recorder_pair"}
+    | {"film.*", "film_attachment", "recorder_pair", "recorder_chain"}
+    | {"timings", "timings_recorder"}
     | {"models.*", "llm", "async_llm", "rank_start", "ranks.*", "replay_run"}
 )
 
@@ -66,7 +67,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "config": {"errors"},
     "limits": {"errors"},
     "tier_options": {"config", "errors"},
-    "request": {"errors"},
+    "request": {"errors", "timings"},
+    "timings": set(),
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
     "pause": set(),
@@ -127,7 +129,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("cpu_count", "models.*", "ranks.*", "start_log", "tier_options", "version", "weights"),
     },
     "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
-    "outputs": {"request", "tokenizer"},
+    "outputs": {"request", "timings", "tokenizer"},
     "progress": {"outputs"},
     "kv_event_wire": {"errors", "kv_events"},
     "kv_event_options": {"errors"},
@@ -138,7 +140,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "replay_run": ENGINE_AND_BELOW - {"engine"},
     "rank_start": ENGINE_AND_BELOW | {"models.*", "ranks.*", "replay_run", "start_log"},
     "llm": ENGINE_AND_BELOW
-    | {"kv_event_options", "kv_publisher"}
+    | {"kv_event_options", "kv_publisher", "recorder_chain", "timings_recorder"}
     | {"models.*", "outputs", "overhead", "progress", "rank_start", "ranks.*"}
     | {"start_log", "version"},
     "session_timers": {"sessions"},
@@ -146,9 +148,14 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "engine_loop": {
         *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
         *("film.*", "film_attachment", "kv_publisher", "pause", "tier_status", "weights"),
+        *("recorder_chain", "timings_recorder"),
     },
     "recorder_pair": {"pause", "recorder", "request", "seam", "sessions"},
-    "film_attachment": {"engine", "film.*", "recorder_pair"},
+    "recorder_chain": {"engine", "recorder", "recorder_pair"},
+    "timings_recorder": {
+        *("recorder", "recorder_chain", "request", "scheduler", "seam", "sequence", "timings"),
+    },
+    "film_attachment": {"engine", "film.*", "recorder_chain"},
     "engine_thread": {"engine_loop", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
     | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"}

@@ -1493,6 +1493,13 @@ NAMES = [
         *({"cache_salt": v} for v in ("", 1, "x" * 10_000, "a/../b", "\n", "salt\n", "sält")),
     ),
     refused_row(129, "a user that is none", ALL, {"user": 5}, {"user": "x" * 10_000}),
+    refused_row(
+        129,
+        "timings that are neither requested nor not",
+        ALL,
+        *({"return_timings": value} for value in (1, 0, "true", [], {}, BIG)),
+        code="invalid_type",
+    ),
     accepted_row(
         131,
         "a request that brings an odd name",

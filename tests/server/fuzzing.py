@@ -43,6 +43,7 @@ SAMPLING: dict[str, Any] = {
     "cache_salt": "salt",
     "user": "somebody",
     "request_id": "r-1",
+    "return_timings": True,
     "metadata": {"a": "b"},
     "add_special_tokens": True,
 }

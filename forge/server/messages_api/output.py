@@ -142,7 +142,9 @@ class MessageOutput:
 
     def _end_fields(self) -> dict[str, Any]:
         """Return the fields of the message that its end decides."""
-        return {**self._stop_fields(), **weights_fields(self._items.weights)}
+        items, num_cached = self._items, self._items.cached_tokens.total
+        timings = items.timings.fields(self._num_prompt_tokens, num_cached, items.num_tokens)
+        return {**self._stop_fields(), **weights_fields(items.weights), **timings}
 
     def _stop_fields(self) -> dict[str, str | None]:
         """Return why the message ended."""

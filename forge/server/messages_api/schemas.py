@@ -15,6 +15,7 @@ from forge.server.json_schema import (
     or_null,
     with_optional,
 )
+from forge.server.timings import TIMINGS
 
 _BLOCKS = (
     object_schema(type={"const": "text"}, text=STRING),
@@ -37,7 +38,7 @@ _MESSAGE = object_schema(
         output_tokens_details=object_schema(thinking_tokens=COUNT),
     ),
 )
-MESSAGE = with_optional(_MESSAGE, **WEIGHTS)
+MESSAGE = with_optional(_MESSAGE, **WEIGHTS, **TIMINGS)
 TOKEN_COUNT = object_schema(input_tokens=COUNT)
 ERROR = {
     "type": "object",

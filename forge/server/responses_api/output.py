@@ -117,6 +117,7 @@ class ResponseOutput:
             "output": self.output(),
             "usage": None if self.status == "in_progress" else self._usage(),
             **weights_fields(self._items.weights),
+            **self._timings_fields(),
         }
         return f"{self._head},{encode_object(changing).removeprefix('{')}"
 
@@ -147,6 +148,11 @@ class ResponseOutput:
             "output_tokens_details": {"reasoning_tokens": items.num_reasoning_tokens},
             "total_tokens": self._num_prompt_tokens + items.num_tokens,
         }
+
+    def _timings_fields(self) -> dict[str, Any]:
+        items = self._items
+        num_cached = items.cached_tokens.total
+        return items.timings.fields(self._num_prompt_tokens, num_cached, items.num_tokens)
 
     def _item(self, item_id: str, item: OutputItem, status: str) -> Item:
         if isinstance(item, CallItem):

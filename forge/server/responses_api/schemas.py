@@ -19,6 +19,7 @@ from forge.server.json_schema import (
     or_null,
     with_optional,
 )
+from forge.server.timings import TIMINGS
 
 ITEM_STATUS = {"enum": ["in_progress", "completed", "incomplete"]}
 _NUMBER = {"type": "number"}
@@ -107,7 +108,7 @@ _RESPONSE = object_schema(
     truncation={"const": "disabled"},
     user=or_null(STRING),
 )
-RESPONSE = with_optional(_RESPONSE, **WEIGHTS)
+RESPONSE = with_optional(_RESPONSE, **WEIGHTS, **TIMINGS)
 DELETED = object_schema(id=STRING, object={"const": "response"}, deleted={"const": True})
 INPUT_ITEMS = object_schema(
     object={"const": "list"},
