@@ -116,7 +116,6 @@ class RequestFields(TypedDict, total=False):
     expected_pause_s: float | None
     return_timings: bool
     external_id: str
-    traceparent: str | None
 
 
 def load_policy(name_or_policy: str | Policy) -> Policy:

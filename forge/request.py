@@ -401,8 +401,6 @@ class Request:
     expected_pause_s   seconds until the session's next turn, 0 to 86,400; None: not known
     return_timings     the last Delta of each choice has its times
     external_id        id outside of the engine, such as that of an HTTP request; for recordings
-    traceparent        W3C trace context that its span belongs to; empty: a new trace; None: it has
-                       no span
 
     The session fields are hints: they order admission and eviction, and hold no memory.
     """
@@ -419,7 +417,6 @@ class Request:
     expected_pause_s: float | None = None
     return_timings: bool = False
     external_id: str = ""
-    traceparent: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, range):

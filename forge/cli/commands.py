@@ -107,6 +107,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     from forge.requirements import find_untested
     from forge.server.film import FilmFeed
     from forge.server.http_server import run_server
+    from forge.server.traces import open_traces
 
     with nonblocking_logging():
         logging.getLogger("forge.statistics").setLevel(logging.INFO)
@@ -117,6 +118,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         model_name = settings.values["served_model_name"] or settings.values["model"]
         limits = settings.limits
         trainer_access = settings.trainer_access
+        traces = open_traces(settings.values["otlp_traces_endpoint"], model_name)
         age_before_s = process_age_s()
         llm = settings.open_llm(AsyncLLM.spawn)
         age_after_s = process_age_s()
@@ -140,6 +142,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
             tool_call_parser=settings.values["tool_call_parser"],
             trainer_access=trainer_access,
             film=film,
+            traces=traces,
             limits=limits,
         )
     return 0

@@ -140,6 +140,14 @@ SERVER_OPTIONS = (
         "film", bool, False, "the page at / draws the scheduler as it runs, from GET /film"
     ),
     define_option(
+        "otlp_traces_endpoint",
+        str,
+        None,
+        "where spans of requests are sent, as OTLP over HTTP, http://127.0.0.1:4318/v1/traces, "
+        "say; needs the extra otel",
+        "URL",
+    ),
+    define_option(
         "admin_key",
         str,
         None,

@@ -73,6 +73,7 @@ from forge.server.tenants import Tenants
 from forge.server.time_slicing import SlicedWork
 from forge.server.timings import AnswerTimings
 from forge.server.tokenization import TokenizationEndpoints
+from forge.server.traces import RequestTraces, TraceMiddleware
 from forge.server.trainers import ADMIN_PATHS, TrainerEndpoints
 from forge.trainer_access import TrainerAccess
 
@@ -95,6 +96,7 @@ def create_app(
     tool_call_parser: str | None = None,
     trainer_access: TrainerAccess | None = None,
     film: FilmFeed | None = None,
+    traces: RequestTraces | None = None,
 ) -> Starlette:
     """Build the server's application on this engine, which it closes at its shutdown.
 
@@ -107,6 +109,8 @@ def create_app(
     tool_call_parser    name of the format of tool calls; default: the chat template's
     trainer_access      key and files of the routes of trainers; None: there are no such routes
     film                feed of the engine's film, which is then the page at /; None: there is none
+    traces              receives the spans of requests, and is closed at the shutdown; None: there
+                        are none
 
     Raises InvalidConfig for an unknown name of a format.
     """
@@ -114,7 +118,7 @@ def create_app(
     queue, tenants = AdmissionQueue(llm, limits), Tenants(api_keys)
     formats = find_chat_formats(llm.tokenizer, reasoning_parser, tool_call_parser)
     endpoints = InferenceEndpoints(queue, served_model, formats)
-    metrics = MetricsEndpoint(llm, model=served_model.name, compat=metrics_compat)
+    metrics = MetricsEndpoint(llm, model=served_model.name, compat=metrics_compat, traces=traces)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
@@ -123,7 +127,11 @@ def create_app(
         stat_logger_task.cancel()
         await asyncio.to_thread(queue.close)
         await asyncio.to_thread(llm.close)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
+    if traces is not None:
+        llm.add_observer(traces)
     trainer_routes, admin_keys = [], None
     if trainer_access is not None:
         trainer_routes = TrainerEndpoints(llm, trainer_access).routes()
@@ -156,7 +164,8 @@ def create_app(
                 keyless_paths=() if film is None else ("/",),
                 hosts=hosts,
                 on_response=metrics.stats.count_response,
-            )
+            ),
+            *([] if traces is None else [Middleware(TraceMiddleware, traces=traces)]),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,

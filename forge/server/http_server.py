@@ -37,6 +37,7 @@ from forge.server.app import COUNT_RESPONSE, create_app
 from forge.server.connection import SEND_BUFFER_BYTES, HTTPConnection, OpenConnections
 from forge.server.film import FilmFeed
 from forge.server.middleware import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
+from forge.server.traces import RequestTraces
 from forge.trainer_access import TrainerAccess
 
 DEAD_ENGINE_GRACE_S = 1.0
@@ -69,6 +70,7 @@ def run_server(
     tool_call_parser: str | None = None,
     trainer_access: TrainerAccess | None = None,
     film: FilmFeed | None = None,
+    traces: RequestTraces | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. The engine is closed at the end, also after an error.
 
@@ -94,6 +96,7 @@ def run_server(
                 tool_call_parser=tool_call_parser,
                 trainer_access=trainer_access,
                 film=film,
+                traces=traces,
             )
             HTTPServer(app, llm, on_ready, limits).run(sockets=[socket_])
     finally:

@@ -29,6 +29,7 @@ from forge.async_llm import AsyncLLM
 from forge.engine_loop import EngineStatus
 from forge.errors import InvalidConfig
 from forge.server.server_stats import Histogram, ServerStats
+from forge.server.traces import RequestTraces
 from forge.tier_status import NO_TIERS, TierStatus
 
 # Names.
@@ -209,6 +210,12 @@ METRICS = (
         },
         MetricName("kv_event_batches_total", "outcome"),
     ),
+    MetricSpec(
+        "Spans of requests: exported, or lost where the collector does not take them",
+        CounterMetricFamily,
+        lambda f: {"exported": f.spans.num_exported, "lost": f.spans.num_lost},
+        MetricName("trace_spans_total", "outcome"),
+    ),
     _gauge("Sessions that have not ended", lambda s: s.num_sessions, "sessions_open"),
     _gauge(
         "Of those, sessions without an open request",
@@ -356,12 +363,19 @@ class MetricsEndpoint:
     compat   one of COMPAT_SYSTEMS, whose names are exposed too, or None; InvalidConfig for others
     """
 
-    def __init__(self, llm: AsyncLLM, *, model: str, compat: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        *,
+        model: str,
+        compat: str | None = None,
+        traces: RequestTraces | None = None,
+    ) -> None:
         if compat not in (None, *COMPAT_SYSTEMS):
             raise InvalidConfig(
                 "metrics_compat", f"{compat!r} is not known", f"Use {', '.join(COMPAT_SYSTEMS)}"
             )
-        self.stats = stats = ServerStats(llm)
+        self.stats = stats = ServerStats(llm, traces)
         self._registry = CollectorRegistry()
         self._registry.register(
             StatsCollector(stats, MetricNamespace("forge_", lambda f: (f.forge_name,), {}))

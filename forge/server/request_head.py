@@ -21,6 +21,8 @@ from forge.server.errors import excerpt
 from forge.server.protocol import SESSION_ID, SESSION_ID_TEXT, SamplingRequest
 
 SESSION_HEADER = "x-session-id"
+IS_TRACED = "is_traced"
+"""Key in the state of requests whose spans are exported."""
 
 
 class RequestHead(NamedTuple):
@@ -29,17 +31,20 @@ class RequestHead(NamedTuple):
     request_id   id in the log and in the response
     tenant       owner of the key; "" where the server has no keys
     session_id   value of SESSION_HEADER; "" where there is none
+    is_traced    its spans have the times of its choices
     """
 
     request_id: str
     tenant: str
     session_id: str
+    is_traced: bool
 
     @classmethod
     def from_request(cls, request: Request) -> Self:
         """Return the head of a request that passed SecurityMiddleware. Raises InvalidRequest."""
         state = request.state
-        return cls(state.request_id, state.tenant, _session_header(request))
+        is_traced = getattr(state, IS_TRACED, False)
+        return cls(state.request_id, state.tenant, _session_header(request), is_traced)
 
     def session_id_with(self, request_body: SamplingRequest) -> str:
         """Return the id of the session that the request names, or "". Raises InvalidRequest."""

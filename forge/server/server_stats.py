@@ -23,6 +23,7 @@ from forge.engine_loop import EngineStatus, StepReport
 from forge.kv_publisher import NO_KV_EVENTS, KVEventCounts
 from forge.outputs import TextDelta
 from forge.request import FinishReason, Request
+from forge.server.traces import NO_SPANS, RequestTraces, SpanCounts
 from forge.tier_status import NO_TIERS, TierStatus
 
 TIME_BUCKETS_S = tuple(base * 10.0**power for power in range(-3, 3) for base in (1, 2, 5))
@@ -61,10 +62,14 @@ HTTP_STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 421, 429, 431, 500
 
 
 class ServerStats:
-    """The counts of one server: an EngineObserver of its engine."""
+    """The counts of one server: an EngineObserver of its engine.
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    traces   what exports the spans of its requests; None: none are exported
+    """
+
+    def __init__(self, llm: AsyncLLM, traces: RequestTraces | None = None) -> None:
         self._llm = llm
+        self._traces = traces
         self._last_status = llm.status
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -92,6 +97,11 @@ class ServerStats:
     def kv_events(self) -> KVEventCounts:
         """Return the batches of published KV events: 0 where none are published."""
         return self.status.kv_events or NO_KV_EVENTS
+
+    @property
+    def spans(self) -> SpanCounts:
+        """Return the spans so far: 0 where none are exported."""
+        return NO_SPANS if self._traces is None else self._traces.counts
 
     def tokens_by_source(self) -> dict[str, int]:
         """Return the tokens of sequences when they were first admitted, by where they were."""

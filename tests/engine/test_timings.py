@@ -181,10 +181,10 @@ def test_a_recording_has_the_external_id_and_no_clock_of_the_request() -> None:
     lines: list[str] = []
     header = build_header(timed.engine.config, 256, 0, "fcfs", "0")
     timed.engine.recorder = RecordingWriter(lines.append, count().__next__, header)
-    request = Request(0, (1, 2), external_id="req-1", return_timings=True, traceparent="")
+    request = Request(0, (1, 2), external_id="req-1", return_timings=True)
     timed.engine.submit(request)
     assert '"external_id":"req-1"' in lines[-1]
-    assert "timings" not in lines[-1] and "traceparent" not in lines[-1]
+    assert "timings" not in lines[-1]
 
 
 @pytest.mark.parametrize("fields", [{"return_timings": 1}, {"external_id": 7}])

@@ -206,6 +206,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
     "mask_threads": {"llguidance"},
     "structured_output": {"llguidance"},
     "grammar_sandbox": {"llguidance"},
+    "server.otel_traces": {"opentelemetry"},
     "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "cli.*": {"yaml"},
     "ray.*": {"starlette"},

@@ -73,7 +73,7 @@ def test_the_lower_ends_are_the_versions_of_the_oldest_install() -> None:
     assert lower == read_pins("oldest")
 
 
-@pytest.mark.parametrize("extra", ["", "hf", "events", "ray", "plot", "dev"])
+@pytest.mark.parametrize("extra", ["", "hf", "events", "otel", "ray", "plot", "dev"])
 def test_each_upper_end_follows_the_version_of_the_newest_install(extra: str) -> None:
     newest = read_pins("newest")
     outside = [

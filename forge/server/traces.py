@@ -1,0 +1,131 @@
+"""Traces: which HTTP requests have spans, and where their spans go.
+
+Owns the option and the way of a request through the server. Knows no OpenTelemetry: otel_traces,
+which is imported with --otlp-traces-endpoint only, makes and exports the spans.
+
+    POST /v1/... ──► TraceMiddleware ──► begin ──► the request ──► end, with its status
+                     traceparent           │          │
+                                     a span of HTTP   EngineObserver: tokens, times, finish reasons
+
+Always true: without the option nothing is imported, timed or sent.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forge.async_llm import EngineObserver
+from forge.errors import InvalidConfig
+from forge.server.request_head import IS_TRACED
+
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/generate": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
+"""Path of a route that generates -> gen_ai.operation.name of its span."""
+
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+
+
+class SpanCounts(NamedTuple):
+    """Spans since the start.
+
+    num_lost   the queue was full, or the collector did not take them
+    """
+
+    num_exported: int = 0
+    num_lost: int = 0
+
+
+NO_SPANS = SpanCounts()
+
+
+class RequestTraces(EngineObserver, Protocol):
+    """Makes a span of each HTTP request that generates, and exports it."""
+
+    @property
+    def counts(self) -> SpanCounts:
+        """Return the spans so far."""
+
+    def begin(self, request_id: str, path: str, traceparent: str | None) -> bool:
+        """Begin the span of an HTTP request; return whether it is sampled.
+
+        traceparent   W3C trace context of its client; None, or one that is damaged: a new trace
+        """
+
+    def end(self, request_id: str, status: int | None) -> None:
+        """End the span of an HTTP request that is sampled.
+
+        status   of the response; None: the client left before it
+        """
+
+    def close(self) -> None:
+        """Export what is left within seconds, and end."""
+
+
+def open_traces(endpoint: str | None, model: str) -> RequestTraces | None:
+    """Return what exports spans to this URL, or None without one. Raises InvalidConfig.
+
+    model   served name, which the spans have
+    """
+    if endpoint is None:
+        return None
+    if not _URL.fullmatch(endpoint):
+        raise InvalidConfig(
+            "otlp_traces_endpoint",
+            f"{endpoint[:64]!r} is not http://HOST:PORT/PATH",
+            "Give http://127.0.0.1:4318/v1/traces, say",
+        )
+    try:
+        from forge.server.otel_traces import OtelTraces, create_exporter
+    except ImportError as error:
+        raise InvalidConfig(
+            "otlp_traces_endpoint",
+            f"{error.name} is not installed",
+            "Install the extra otel: pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http",
+        ) from None
+    return OtelTraces(create_exporter(endpoint), model)
+
+
+class TraceMiddleware:
+    """ASGI middleware inside SecurityMiddleware: requests that it refuses have no spans."""
+
+    def __init__(self, app: ASGIApp, traces: RequestTraces) -> None:
+        self._app = app
+        self._traces = traces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve; a request that generates begins and ends a span."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path not in OPERATIONS:
+            await self._app(scope, receive, send)
+            return
+        request_id: str = scope["state"]["request_id"]
+        values = [value for name, value in scope["headers"] if name == b"traceparent"]
+        parent = values[0].decode("latin-1") if len(values) == 1 else None
+        if not self._traces.begin(request_id, path, parent):
+            await self._app(scope, receive, send)
+            return
+        scope["state"][IS_TRACED] = True
+        status: int | None = None
+
+        async def send_with_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_status)
+        finally:
+            self._traces.end(request_id, status)
