@@ -20,6 +20,7 @@ from forge.recording import RecordingWriter, build_header
 from forge.request import Request, SamplingParams
 from forge.timings import ChoiceTimings, TimedEvent
 from forge.timings_recorder import TimingsRecorder
+from forge.weights import NamedWeights
 
 NUM_BLOCKS, BLOCK_SIZE = 6, 4
 
@@ -108,6 +109,17 @@ def test_preemptions_and_recomputed_tokens_are_those_of_the_scheduler() -> None:
         names = [event.name for event in each.events]
         assert names == ["admitted"] + ["preempted", "admitted"] * each.num_preemptions
         assert [event.time_s for event in each.events] == sorted(e.time_s for e in each.events)
+
+
+def test_a_preempted_choice_keeps_the_time_of_its_first_step() -> None:
+    timed = TimedEngine()
+    timed.submit(0, 5, is_timed=True)
+    timed.step()
+    timed.engine.update_weights(NamedWeights({"seed": 3}), namespace="new")
+    timed.run()
+    timings = timed.timings[0, 0]
+    assert timings is not None and timings.num_preemptions == 1
+    assert (timings.first_step_s, timings.events[-1].name) == (1.0, "admitted")
 
 
 def test_a_choice_that_never_ran_has_its_arrival_alone() -> None:
