@@ -43,7 +43,7 @@ from forge.start_log import StartLog
 from forge.timings_recorder import TimingsRecorder
 from forge.tokenizer import Tokenizer
 from forge.version import VERSION
-from forge.weights import NamedWeights, WeightFiles, WeightSource
+from forge.weights import NamedWeights, SharedWeights, WeightFiles, WeightSource
 
 Prompt = str | list[int]
 
@@ -494,7 +494,7 @@ class LLM:
         version   name of the weights in later outputs; None: the next number
         Raises InvalidWeights for a tensor that does not match; nothing has changed then.
         """
-        if not isinstance(weights, NamedWeights | WeightFiles):
+        if not isinstance(weights, NamedWeights | WeightFiles | SharedWeights):
             weights = NamedWeights(dict(weights))
         return self.engine.update_weights(weights, version, namespace=new_namespace())
 

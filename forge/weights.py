@@ -4,7 +4,8 @@ Owns the values that an update consists of. Knows no tensor library and no file 
 reads the source.
 
     WeightFiles("step-40/model.safetensors") ─┬─► Engine.update_weights ─► UpdatesWeights
-    NamedWeights({"model.norm.weight": ...}) ─┘      between two steps       in place
+    NamedWeights({"model.norm.weight": ...}) ─┤      between two steps       in place
+    SharedWeights(storages, tensors) ─────────┘
 
 Always true: a source that does not match the model changes nothing.
 """
@@ -27,7 +28,56 @@ class NamedWeights(NamedTuple):
     tensors: Mapping[str, object]
 
 
-WeightSource: TypeAlias = WeightFiles | NamedWeights
+class SharedMemory(NamedTuple):
+    """Memory of another process: a file without a name, which cannot shrink.
+
+    path   under /proc, of the descriptor of the process that has it open
+    """
+
+    path: str
+    num_bytes: int
+
+
+class CudaStorage(NamedTuple):
+    """Memory on a GPU that another process has exported by CUDA IPC.
+
+    The fields are those that torch's storage gives there, and `device_uuid` is that of the GPU:
+    its index may be another one in each process.
+    """
+
+    num_bytes: int
+    offset_bytes: int
+    device_uuid: str
+    handle: bytes
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+class SharedTensor(NamedTuple):
+    """Contiguous tensor in a storage.
+
+    dtype     torch's name, such as bfloat16
+    storage   index in SharedWeights.storages
+    offset    elements before it
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    storage: int
+    offset: int
+
+
+class SharedWeights(NamedTuple):
+    """Tensors in memory of another process, which leaves them as they are until the update ends."""
+
+    storages: tuple[SharedMemory | CudaStorage, ...]
+    tensors: tuple[SharedTensor, ...]
+
+
+WeightSource: TypeAlias = WeightFiles | NamedWeights | SharedWeights
 
 PartTimes: TypeAlias = tuple[tuple[str, float], ...]
 """Parts of a slow command, each with its seconds."""

@@ -108,6 +108,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     from forge.server.film import FilmFeed
     from forge.server.http_server import run_server
     from forge.server.traces import open_traces
+    from forge.server.weights_socket import open_weights_socket
 
     with nonblocking_logging():
         logging.getLogger("forge.statistics").setLevel(logging.INFO)
@@ -118,6 +119,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         model_name = settings.values["served_model_name"] or settings.values["model"]
         limits = settings.limits
         trainer_access = settings.trainer_access
+        weights_socket = open_weights_socket(settings.values["weights_socket"], trainer_access)
         traces = open_traces(settings.values["otlp_traces_endpoint"], model_name)
         age_before_s = process_age_s()
         llm = settings.open_llm(AsyncLLM.spawn)
@@ -143,6 +145,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
             trainer_access=trainer_access,
             film=film,
             traces=traces,
+            weights_socket=weights_socket,
             limits=limits,
         )
     return 0

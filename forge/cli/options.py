@@ -158,6 +158,13 @@ SERVER_OPTIONS = (
     define_option(
         "weights_folder", str, None, "folder of the files that updates may name", "FOLDER"
     ),
+    define_option(
+        "weights_socket",
+        str,
+        None,
+        "Unix socket for updates from the memory of trainers of the same user and machine",
+        "PATH",
+    ),
 )
 
 LIMIT_OPTIONS = tuple(

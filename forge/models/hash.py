@@ -25,7 +25,7 @@ from forge.models.host_blocks import HostBlocks
 from forge.models.logits import LogitsModel
 from forge.models.paged import NO_FAULTS, FaultHooks
 from forge.sampling import mix, uniform
-from forge.weights import NamedWeights, PartTimes, WeightFiles, WeightSource
+from forge.weights import NamedWeights, PartTimes, SharedWeights, WeightFiles, WeightSource
 
 SEED_NAME = "seed"
 """Name of the model's only weight."""
@@ -98,6 +98,8 @@ class HashModel(LogitsModel):
 
     def update_weights(self, source: WeightSource) -> None:
         """Replace the seed, the only weight: an integer named `seed`. Raises InvalidWeights."""
+        if isinstance(source, SharedWeights):
+            raise InvalidWeights("weights", "the model hash has no tensors", "Give files")
         weights = source.tensors if isinstance(source, NamedWeights) else _read_seed(source)
         if weights.keys() != {SEED_NAME}:
             raise InvalidWeights(

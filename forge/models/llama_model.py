@@ -74,7 +74,10 @@ def read_weights(source: WeightSource, current: Mapping[str, Array]) -> dict[str
 def _open(source: WeightSource) -> Mapping[str, object]:
     if isinstance(source, NamedWeights):
         return source.tensors
-    assert isinstance(source, WeightFiles), "a source is named weights or files"
+    if not isinstance(source, WeightFiles):
+        raise InvalidWeights(
+            "weights", "a model in numpy reads no memory of another process", "Give files"
+        )
     tensors = dict[str, object]()
     for path in source.paths:
         try:

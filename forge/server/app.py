@@ -75,6 +75,7 @@ from forge.server.timings import AnswerTimings
 from forge.server.tokenization import TokenizationEndpoints
 from forge.server.traces import RequestTraces, TraceMiddleware
 from forge.server.trainers import ADMIN_PATHS, TrainerEndpoints
+from forge.server.weights_socket import WeightsSocket
 from forge.trainer_access import TrainerAccess
 
 COUNT_RESPONSE = "answered"
@@ -97,6 +98,7 @@ def create_app(
     trainer_access: TrainerAccess | None = None,
     film: FilmFeed | None = None,
     traces: RequestTraces | None = None,
+    weights_socket: WeightsSocket | None = None,
 ) -> Starlette:
     """Build the server's application on this engine, which it closes at its shutdown.
 
@@ -112,6 +114,9 @@ def create_app(
     traces              receives the spans of requests, and is closed at the shutdown; None: there
                         are none
 
+    weights_socket      receives updates of weights from trainers, and is closed at the shutdown;
+                        None: there is none
+
     Raises InvalidConfig for an unknown name of a format.
     """
     served_model = ServedModel(served_model_name or llm.model)
@@ -123,8 +128,12 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         stat_logger_task = asyncio.create_task(StatLogger(metrics.stats).run())
+        if weights_socket is not None:
+            weights_socket.start(llm, asyncio.get_running_loop())
         yield
         stat_logger_task.cancel()
+        if weights_socket is not None:
+            await asyncio.to_thread(weights_socket.close)
         await asyncio.to_thread(queue.close)
         await asyncio.to_thread(llm.close)
         if traces is not None:

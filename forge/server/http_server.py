@@ -38,6 +38,7 @@ from forge.server.connection import SEND_BUFFER_BYTES, HTTPConnection, OpenConne
 from forge.server.film import FilmFeed
 from forge.server.middleware import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
 from forge.server.traces import RequestTraces
+from forge.server.weights_socket import WeightsSocket
 from forge.trainer_access import TrainerAccess
 
 DEAD_ENGINE_GRACE_S = 1.0
@@ -71,6 +72,7 @@ def run_server(
     trainer_access: TrainerAccess | None = None,
     film: FilmFeed | None = None,
     traces: RequestTraces | None = None,
+    weights_socket: WeightsSocket | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. The engine is closed at the end, also after an error.
 
@@ -97,6 +99,7 @@ def run_server(
                 trainer_access=trainer_access,
                 film=film,
                 traces=traces,
+                weights_socket=weights_socket,
             )
             HTTPServer(app, llm, on_ready, limits).run(sockets=[socket_])
     finally:

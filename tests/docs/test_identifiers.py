@@ -43,6 +43,9 @@ FOREIGN = {
     "LiteLLM": "hosted_vllm/ hosted_vllm/hash openai/ text-completion-openai/hash",
     "llm": "extra-openai-models.yaml",
     "vLLM": "wake_up",
+    "W3C": "tracestate",
+    "OpenTelemetry": "OTEL_SERVICE_NAME OTEL_RESOURCE_ATTRIBUTES OTEL_TRACES_SAMPLER "
+    "OTEL_EXPORTER_OTLP_HEADERS",
     "text of an example": "aaa",
     "file of the reader": "FILE.json FILE.png FILE.py FILE.yaml calibration.json mine.py "
     "run.json run.jsonl run.pdf run.png run.svg",

@@ -83,6 +83,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "steps_in_flight": {"seam"},
     "engine_checks": {"config", "errors", "request", "seam", "tokenizer", "weights"},
     "weights": set(),
+    "weights_client": {"errors", "weights"},
     "weight_versions": {"errors", "request", "sequence"},
     "kv_events": set(),
     "blocks": {"errors", "kv_events"},
@@ -207,6 +208,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
     "structured_output": {"llguidance"},
     "grammar_sandbox": {"llguidance"},
     "server.otel_traces": {"opentelemetry"},
+    "weights_client": {"torch"},
     "server.*": {"anyio", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "cli.*": {"yaml"},
     "ray.*": {"starlette"},
@@ -244,6 +246,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "kv_event_wire": {"msgspec"},
     "kv_publisher": {"zmq"},
     "progress": {"tqdm"},
+    "weights_client": {"torch"},
     "ray.__init__": {"ray.application"},
 }
 
@@ -256,6 +259,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
         "kv_cache_pool",
         *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress", "weights"),
+        "shared_weights",
     ),
     "sim": (
         *(

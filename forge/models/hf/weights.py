@@ -25,7 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from forge.errors import InvalidWeights, one_line
-from forge.weights import NamedWeights, WeightFiles, WeightSource
+from forge.models.hf.shared_weights import open_shared_weights
+from forge.weights import NamedWeights, SharedWeights, WeightFiles, WeightSource
 
 NUM_COPY_THREADS = 8
 """Threads that copy the tensors of files: most of their time is the copy from the page cache."""
@@ -160,6 +161,9 @@ def open_source(source: WeightSource) -> Iterator[Mapping[str, torch.Tensor]]:
     """
     if isinstance(source, NamedWeights):
         yield _named_tensors(source.tensors)
+        return
+    if isinstance(source, SharedWeights):
+        yield open_shared_weights(source)
         return
     tensors: dict[str, torch.Tensor] = {}
     with ExitStack() as exit_stack:
