@@ -24,7 +24,8 @@ DTYPE_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Name of a dtype -> bytes of an element."""
 
 Size = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-Hex = Annotated[str, Field(max_length=1024, pattern=r"^([0-9a-f]{2})*$")]
+Hex = Annotated[str, Field(max_length=65_536, pattern=r"^([0-9a-f]{2})*$")]
+"""Bytes as hexadecimal digits. A handle has a part for each segment of its memory."""
 
 
 class _Fields(BaseModel):

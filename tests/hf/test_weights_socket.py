@@ -16,6 +16,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from forge import AsyncLLM, SamplingParams  # noqa: E402
 from forge.errors import InvalidWeights, RequestFailed  # noqa: E402
+from forge.models.hf.model import HFModel  # noqa: E402
 from forge.server.weights_socket import WeightsSocket  # noqa: E402
 from forge.weights_client import send_weights  # noqa: E402
 from tests.hf.families import create_module  # noqa: E402
@@ -74,11 +75,8 @@ async def fresh_outputs(folder: Path, device: str = "cpu") -> list[int]:
         return await generate(llm)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [AsyncLLM, pytest.param(AsyncLLM.spawn, marks=pytest.mark.long)],
-    ids=["thread", "process"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
 def test_an_update_from_memory_is_a_fresh_start(
     kind: Any, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -100,7 +98,7 @@ def test_an_update_from_memory_is_a_fresh_start(
     run_with_socket(tmp_path, old, test, kind)
 
 
-def test_tensors_that_do_not_match_are_named_and_change_nothing(
+def test_tensors_that_match_are_copied_and_others_are_named_and_change_nothing(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     old, new = folders
@@ -120,6 +118,11 @@ def test_tensors_that_do_not_match_are_named_and_change_nothing(
         with pytest.raises(InvalidWeights, match="it is no tensor"):
             await send({name: [1.0]})
         assert llm.weight_version == "0" and await generate(llm) == before
+        assert (await send(tensors))["weight_version"] == "1"
+        model = llm.engine.model
+        assert isinstance(model, HFModel) and model._weights is not None
+        parameters = model._weights.parameters()
+        assert all(torch.equal(tensors[name], parameters[name]) for name in parameters)
 
     run_with_socket(tmp_path, old, test)
 
