@@ -139,7 +139,8 @@ class SpanQueue(SpanProcessor):
 class _OpenTrace:
     """Span of an open HTTP request, and what its choices were. Owned by OtelTraces.
 
-    choices    times of each choice that has ended with times
+    num_choices  choices of all requests so far
+    choices      index and times of each choice that has ended with times
     """
 
     span: Span
@@ -147,7 +148,8 @@ class _OpenTrace:
     num_cached: int = 0
     num_output: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    choices: list[ChoiceTimings] = field(default_factory=list)
+    num_choices: int = 0
+    choices: list[tuple[int, ChoiceTimings]] = field(default_factory=list)
 
 
 class OtelTraces:
@@ -200,8 +202,9 @@ class OtelTraces:
         span = trace.span
         # Times of the engine are of time.monotonic(), and those of spans of time.time().
         epoch_ns = time.time_ns() - time.monotonic_ns()
-        for index, choice in enumerate(trace.choices[:MAX_CHOICES]):
-            self._end_choice(span, index, choice, epoch_ns)
+        for index, choice in trace.choices:
+            if index < MAX_CHOICES:
+                self._end_choice(span, index, choice, epoch_ns)
         if trace.num_prompt:
             span.set_attributes(_engine_attributes(trace))
         if status is None:
@@ -224,15 +227,17 @@ class OtelTraces:
     def on_request(self, request: Request) -> _RequestObserver:
         """Return the observer of a request, which adds to the span of its HTTP request."""
         trace = self._open.get(request.external_id)
+        first_choice = 0
         if trace is not None:
+            params, first_choice = request.params, trace.num_choices
             trace.num_prompt += len(request.prompt)
-            params = request.params
+            trace.num_choices += params.n
             trace.span.set_attribute("gen_ai.request.choice.count", params.n)
             trace.span.set_attribute("gen_ai.request.temperature", params.temperature)
             trace.span.set_attribute("gen_ai.request.top_p", params.top_p)
             if params.max_tokens is not None:
                 trace.span.set_attribute("gen_ai.request.max_tokens", params.max_tokens)
-        return _RequestObserver(trace)
+        return _RequestObserver(trace, first_choice)
 
     def _end_choice(self, parent: Span, index: int, choice: ChoiceTimings, epoch_ns: int) -> None:
         """Make the events of a choice, and the spans of its phases that have ended."""
@@ -263,10 +268,15 @@ class OtelTraces:
 
 
 class _RequestObserver:
-    """Adds the deltas of one request to the span of its HTTP request; None: it has no span."""
+    """Adds the deltas of one request to the span of its HTTP request.
 
-    def __init__(self, trace: _OpenTrace | None) -> None:
+    trace          None: it has no span
+    first_choice   choices of the requests before it
+    """
+
+    def __init__(self, trace: _OpenTrace | None, first_choice: int) -> None:
         self._trace = trace
+        self._first_choice = first_choice
 
     def on_deltas(self, deltas: Sequence[TextDelta]) -> None:
         """Count tokens, and keep how each choice ended."""
@@ -279,7 +289,7 @@ class _RequestObserver:
             if delta.finish_reason is not None:
                 trace.finish_reasons.append(delta.finish_reason)
             if delta.timings is not None:
-                trace.choices.append(delta.timings)
+                trace.choices.append((self._first_choice + delta.choice, delta.timings))
 
     def on_close(self) -> None:
         """Do nothing: the span ends with the response."""
@@ -294,7 +304,7 @@ def _engine_attributes(trace: _OpenTrace) -> dict[str, str | int | float | tuple
         "gen_ai.response.finish_reasons": tuple(trace.finish_reasons),
     }
     answer = AnswerTimings(True)
-    for choice in trace.choices:
+    for _, choice in trace.choices:
         answer.add(choice)
     counts = trace.num_prompt, trace.num_cached, trace.num_output
     timings = answer.fields(*counts).get("timings", {})

@@ -127,6 +127,9 @@ class WeightsSocket:
             refusal = _Refusal("engine_dead", str(error))
         except ForgeError as error:
             refusal = _Refusal("refused", str(error))
+        except Exception:  # one message must not end the thread
+            LOG.exception("an update of weights failed")
+            refusal = _Refusal("internal_error", "the server failed. Its log has the reason")
         LOG.warning("an update of weights was refused: %s", refusal.code)
         return {"error": {"code": refusal.code, "message": str(refusal)}}
 
@@ -197,7 +200,9 @@ def _receive(connection: socket.socket) -> Iterator[tuple[bytes, int | None]]:
 
     Raises _Refusal for one that is too long, that ends early or that has several descriptors.
     """
-    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, MAX_DESCRIPTORS)
+    # Closed in processes that this one starts meanwhile.
+    flags = socket.MSG_CMSG_CLOEXEC
+    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, MAX_DESCRIPTORS, flags)
     try:
         head += _read(connection, _LENGTH.size - len(head))
         (length,) = _LENGTH.unpack(head)

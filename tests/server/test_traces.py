@@ -16,9 +16,10 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig
 from forge.outputs import TextDelta
-from forge.request import Request
+from forge.request import Request, SamplingParams
 from forge.server.app import create_app
 from forge.server.traces import SpanCounts, open_traces
+from forge.timings import ChoiceTimings
 
 
 def has_otel() -> bool:
@@ -242,6 +243,24 @@ def test_a_span_says_how_its_request_failed(
     assert span.attributes.get("error.type") == error
     assert (span.status.status_code.name == "ERROR") == (error not in (None, "client_disconnected"))
     assert span.attributes["gen_ai.usage.input_tokens"] == 2
+
+
+@needs_otel
+def test_choices_have_the_index_of_the_answer_in_whichever_order_they_end() -> None:
+    from forge.server.otel_traces import OtelTraces
+
+    collector = Collector()
+    traces = OtelTraces(collector, "hash")
+    assert traces.begin("id", "/v1/completions", None)
+    first, second = (
+        traces.on_request(Request(i, (1,), SamplingParams(n=2), external_id="id")) for i in range(2)
+    )
+    for observer, choice in ((second, 1), (first, 1), (second, 0)):
+        observer.on_deltas([TextDelta(choice, "", (), "stop", timings=ChoiceTimings(1.0, 2.0))])
+    traces.end("id", 200)
+    traces.close()
+    phases = [span for span in collector.spans if span.name == "queue"]
+    assert [phase.attributes["forge.choice"] for phase in phases] == [3, 1, 2]
 
 
 @needs_otel
