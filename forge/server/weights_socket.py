@@ -27,6 +27,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -102,7 +103,7 @@ class WeightsSocket:
                 return  # closed
             with connection, suppress(OSError):  # the trainer has left
                 connection.settimeout(READ_TIMEOUT_S)
-                _send(connection, self._serve(connection, llm, loop))
+                _respond(connection, self._serve(connection, llm, loop))
 
     def _serve(
         self, connection: socket.socket, llm: AsyncLLM, loop: asyncio.AbstractEventLoop
@@ -262,6 +263,14 @@ def _update(
     }
 
 
-def _send(connection: socket.socket, response: dict[str, Any]) -> None:
+def _respond(connection: socket.socket, response: dict[str, Any]) -> None:
+    """Send the response, and read what is left of the message.
+
+    The kernel resets a connection that is closed with unread bytes: the response could be lost.
+    """
     text = json.dumps(response).encode()
     connection.sendall(_LENGTH.pack(len(text)) + text)
+    connection.shutdown(socket.SHUT_WR)
+    deadline_s = time.monotonic() + READ_TIMEOUT_S
+    while time.monotonic() < deadline_s and connection.recv(2**16):
+        pass
