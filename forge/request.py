@@ -17,6 +17,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from forge.errors import InvalidRequest
+from forge.schema_keywords import drop_neutral_keywords
 from forge.timings import ChoiceTimings
 
 MAX_CHOICES = 128
@@ -170,7 +171,7 @@ class Structure(NamedTuple):
     def json_schema(cls, schema: Mapping[str, object] | bool) -> Self:
         """Return the structure of a JSON value that the schema allows. Raises InvalidRequest."""
         try:
-            text = json.dumps(schema, allow_nan=False)
+            text = json.dumps(drop_neutral_keywords(schema), allow_nan=False)
         except (TypeError, ValueError, RecursionError):
             raise InvalidRequest(
                 "structure", "the schema is not JSON", "Fix it", "invalid_schema"

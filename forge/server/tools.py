@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
 from forge.request import Structure, StructureKind, num_properties
+from forge.schema_keywords import drop_neutral_keywords
 from forge.server.errors import excerpt
 from forge.server.harmony import HarmonyGrammarBuilder
 from forge.server.json_numbers import parse_float, parse_int
@@ -132,7 +133,10 @@ def parse_tools(tools: object, choice: object, parallel: bool | None) -> ToolSet
     return ToolSet(
         definitions=tuple(definitions),
         callable_tools=tuple(
-            CallableTool(each["name"], _strip_annotations(each["parameters"])) for each in functions
+            CallableTool(
+                each["name"], _strip_annotations(drop_neutral_keywords(each["parameters"]))
+            )
+            for each in functions
         ),
         field_paths=tuple(_field_path(names.index(each["name"])) for each in functions),
         min_calls=0 if mode == "auto" else 1,

@@ -46,6 +46,7 @@ ENGINE_AND_BELOW = {
     *("pause", "pause_state", "weights", "weight_versions", "engine_checks", "steps_in_flight"),
     *("recorder", "grammar_backend", "matchers", "stop_strings"),
     "wait_reasons",
+    "schema_keywords",
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -67,8 +68,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "config": {"errors"},
     "limits": {"errors"},
     "tier_options": {"config", "errors"},
-    "request": {"errors", "timings"},
     "timings": set(),
+    "schema_keywords": set(),
+    "request": {"errors", "schema_keywords", "timings"},
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
     "pause": set(),

@@ -753,6 +753,17 @@ def test_remarks_of_a_schema_are_for_the_model_alone(server: RunningServer) -> N
     assert len(parsed.render_prompt(ByteTokenizer())) > 80_000
 
 
+def test_arguments_may_be_a_record_with_any_names(server: RunningServer) -> None:
+    """Zod writes a record with `propertyNames`, which llguidance refuses."""
+    record = {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}}
+    given = [tool(parameters={"type": "object", "maxProperties": 2, **record})]
+    body = {"tools": given, "tool_choice": "required", "parallel_tool_calls": False}
+    (found,) = choices(server, **body, max_tokens=400, seed=1)
+    (call,) = found["message"]["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    assert {type(value) for value in arguments.values()} <= {bool}
+
+
 def test_the_white_space_options_of_a_schema_are_ignored() -> None:
     schema = {"properties": {"x": {"const": 1}}, "x-guidance": {"whitespace_flexible": True}}
     text = ToolGrammarBuilder(HERMES, {}).build_grammar([CallableTool("f", schema)], 1, 1)
