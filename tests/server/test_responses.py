@@ -464,6 +464,7 @@ def test_options_of_a_request_are_those_of_its_chat() -> None:
         "top_k": 3,
         "session_id": "s",
         "include": ["reasoning.encrypted_content"],
+        "client_metadata": {"turn": "t" * 600},
     }
     chat = parse_request(ResponsesRequest, body).translate([], parse_input("a")).request_body
     assert (chat.reasoning_effort, chat.max_completion_tokens, chat.top_k) == ("low", 5, 3)

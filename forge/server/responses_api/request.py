@@ -112,6 +112,7 @@ class ResponsesRequest(ChatFields):
     stream_options: ObjectField = None
     metadata: MetadataField = None
     # Accepted without effect.
+    client_metadata: MetadataField = None
     max_tool_calls: IntegerField = None
     prompt_cache_retention: ShortTextField = None
     safety_identifier: ShortTextField = None
