@@ -1,14 +1,16 @@
 """Run real clients against a real server: each in its own environment, as its users have it.
 
-    python tests/clients/run.py [CLIENT ...]
+    python tests/clients/run.py [--write] [CLIENT ...]
 
-Owns the environments in .venv-clients/, two servers on this machine, and the table. Knows nothing
-of what a client does: with_NAME.py does, and lists the packages it needs in its head, as a script
-of PEP 723. The first of them is the client.
+Owns the environments in .venv-clients/ and two servers on this machine. Knows nothing of what a
+client does: with_NAME.py does, and lists the packages it needs in its head, as a script of PEP 723.
+The first of them is the client. After it run the commands that the client's page shows.
 
     with_openai.py ── pip, once ──► .venv-clients/openai ──┐
     with_llm.py    ── pip, once ──► .venv-clients/llm    ──┼─► one after the other ──► forge serve
     ...                                                    ┘       status 0, in time
+                                                                          │
+    docs/Clients.md  ◄── --write: client, version, package, task, result ─┘
 
 Only pip uses a network. Between two clients the server must have no work left and no block in use.
 At the end it must stop on its signal and have logged nothing but statistics.
@@ -19,61 +21,40 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-ENVIRONMENTS = ROOT / ".venv-clients"
+from client_pages import shown_commands, write_rows
+from client_scripts import ROOT, Client, clients
 
-INSTALL_LIMIT_S = 1200.0
-CLIENT_LIMIT_S = 180.0
+INSTALL_LIMIT_S = 3600.0
+CLIENT_LIMIT_S = 600.0
 SERVER_LIMIT_S = 30.0
 
 # Steps of 5 ms: tokens leave in many events, even on a busy machine, so that a client that does not
-# stream is detected.
-WIDE = ("hash:step_ms=5", "--served-model-name", "hash")
+# stream is detected. The prompts of agents have tens of thousands of bytes, each of them a token.
+WIDE = (
+    *("hash:step_ms=5", "--served-model-name", "hash"),
+    *("--max-model-len", "131072", "--num-blocks", "16384"),
+)
 # A stream of a few thousand tokens holds the only slot for as long as a client needs.
 NARROW = (
     *("hash:step_ms=20", "--served-model-name", "hash"),
     *("--max-num-seqs", "1", "--max-queue", "1"),
 )
-
+KEY = "none"
+"""Key of both servers: that of the pages, whose commands run as they are."""
 
 # No proxy of the user's is used for this machine.
 LOCAL_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class Client(NamedTuple):
-    """A client's script and the packages it needs."""
-
-    name: str
-    script: Path
-    requirements: tuple[str, ...]
-
-    @property
-    def folder(self) -> Path:
-        return ENVIRONMENTS / self.name
-
-    @property
-    def python(self) -> str:
-        return str(self.folder / "bin" / "python")
-
-    @property
-    def package(self) -> str:
-        """Name of the client's own package, as pip writes it."""
-        return re.split(r"[^\w.-]", self.requirements[0])[0]
 
 
 class ClientOutcome(NamedTuple):
@@ -84,18 +65,6 @@ class ClientOutcome(NamedTuple):
     seconds: float
     failure: str | None
     output: str
-
-
-def clients() -> list[Client]:
-    """Return every with_NAME.py in this folder, by name."""
-    found = []
-    for script in sorted(HERE.glob("with_*.py")):
-        head = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", script.read_text("utf-8"), re.M)
-        assert head, f"{script.name} does not say what it needs: begin it with a `# /// script`"
-        stated = tomllib.loads(re.sub(r"^# ?", "", head[1], flags=re.M))
-        name = script.stem.removeprefix("with_").replace("_", "-")
-        found.append(Client(name, script, tuple(stated["dependencies"])))
-    return found
 
 
 def install(client: Client) -> None:
@@ -161,7 +130,7 @@ class ServerProcess:
 
 
 @contextmanager
-def run_server(words: Sequence[str], key: str, log: Path) -> Iterator[ServerProcess]:
+def run_server(words: Sequence[str], log: Path) -> Iterator[ServerProcess]:
     """Start a server, wait until it is ready, and kill it at the end."""
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("FORGE_")}
     with (
@@ -169,7 +138,7 @@ def run_server(words: Sequence[str], key: str, log: Path) -> Iterator[ServerProc
         subprocess.Popen(
             [sys.executable, "-m", "forge", "serve", *words, "--port", "0"],
             cwd=ROOT,
-            env={**inherited, "FORGE_API_KEY": key},
+            env={**inherited, "FORGE_API_KEY": KEY},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -189,18 +158,33 @@ def run_server(words: Sequence[str], key: str, log: Path) -> Iterator[ServerProc
 
 
 def run_client(client: Client, addresses: dict[str, str]) -> ClientOutcome:
-    """Run the client's script to its end or its time limit."""
+    """Run the client's script, and then the commands of its page, each within a time limit."""
     try:
         install(client)
         version = version_of(client)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return ClientOutcome(client.name, "", 0.0, "it cannot be installed", str(error))
+    commands = shown_commands(client.name, addresses["SERVER_URL"].removeprefix("http://"))
     begun_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as output:
+    failure, output = None, ""
+    with tempfile.TemporaryDirectory() as scratch:
+        environ = environment(client, scratch) | addresses
+        for words in ([client.python, str(client.script)], ["bash", "-euc", commands]):
+            if failure is None:
+                failure, text = run_to_end(words, scratch, environ)
+                output += text
+    return ClientOutcome(client.name, version, time.monotonic() - begun_s, failure, output)
+
+
+def run_to_end(
+    words: Sequence[str], folder: str, environ: dict[str, str]
+) -> tuple[str | None, str]:
+    """Run a command within its time limit; return what went wrong, or None, and its output."""
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [client.python, str(client.script)],
-            cwd=scratch,
-            env=environment(client, scratch) | addresses,
+            words,
+            cwd=folder,
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -208,7 +192,7 @@ def run_client(client: Client, addresses: dict[str, str]) -> ClientOutcome:
         )
         try:
             status = process.wait(CLIENT_LIMIT_S)
-            failure = f"exit status {status}" if status else None
+            failure = f"exit status {status} of {Path(words[0]).name}" if status else None
         except subprocess.TimeoutExpired:
             failure = f"still running after {CLIENT_LIMIT_S:.0f} s"
         finally:
@@ -216,8 +200,7 @@ def run_client(client: Client, addresses: dict[str, str]) -> ClientOutcome:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        printed_text = os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
-    return ClientOutcome(client.name, version, time.monotonic() - begun_s, failure, printed_text)
+        return failure, os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
 def environment(client: Client, scratch: str) -> dict[str, str]:
@@ -254,17 +237,18 @@ def table(outcomes: Sequence[ClientOutcome]) -> str:
 def main() -> int:
     every = {client.name: client for client in clients()}
     parser = argparse.ArgumentParser(description="Run real clients against a real server.")
+    parser.add_argument("--write", action="store_true", help="replace the rows in docs/Clients.md")
     parser.add_argument("client", nargs="*", help=f"all, unless named: {', '.join(every)}")
-    names = parser.parse_args().client or list(every)
+    options = parser.parse_args()
+    names = options.client or list(every)
     if unknown := [name for name in names if name not in every]:
         parser.error(f"no client {unknown[0]!r}. There are {', '.join(every)}")
     outcomes = []
-    key = secrets.token_urlsafe()
     with ExitStack() as cleanup:
         logs = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
-        wide = cleanup.enter_context(run_server(WIDE, key, logs / "wide"))
-        narrow = cleanup.enter_context(run_server(NARROW, key, logs / "narrow"))
-        addresses = {"SERVER_URL": wide.url, "NARROW_SERVER_URL": narrow.url, "SERVER_KEY": key}
+        wide = cleanup.enter_context(run_server(WIDE, logs / "wide"))
+        narrow = cleanup.enter_context(run_server(NARROW, logs / "narrow"))
+        addresses = {"SERVER_URL": wide.url, "NARROW_SERVER_URL": narrow.url, "SERVER_KEY": KEY}
         for name in names:
             outcome = run_client(every[name], addresses)
             leftover = outcome.failure or wide.find_leftover() or narrow.find_leftover()
@@ -273,6 +257,9 @@ def main() -> int:
             print(outcome.output.strip(), flush=True)
         faults = list(filter(None, (wide.stop(), narrow.stop())))
     print("", table(outcomes), *faults, sep="\n")
+    if options.write:
+        rows = [every[each.name].row(each.failure or "passed") for each in outcomes]
+        write_rows(rows, list(every))
     return 1 if faults or any(outcome.failure for outcome in outcomes) else 0
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's own client: messages, whole, streamed and async, tools, counts and errors."""
+"""anthropic: messages, streams, async; tools, structure, stop sequences, counts; errors."""
 
 # /// script
 # dependencies = ["anthropic==2.14.0"]
@@ -140,7 +140,7 @@ def check_errors(client: Anthropic) -> None:
 
 
 async def check_async() -> None:
-    async with AsyncAnthropic(base_url=URL, auth_token=KEY, timeout=30) as client:
+    async with AsyncAnthropic(base_url=URL, auth_token=KEY, timeout=60) as client:
         texts = [f"{number} and" for number in range(16)]
         answers = await asyncio.gather(
             *(
@@ -158,7 +158,7 @@ async def check_async() -> None:
 
 
 def main() -> None:
-    with Anthropic(base_url=URL, api_key=KEY, timeout=30, max_retries=0) as client:
+    with Anthropic(base_url=URL, api_key=KEY, timeout=60, max_retries=0) as client:
         check_messages(client)
         check_stream(client)
         check_tools(client)

@@ -1,7 +1,7 @@
-"""inspect-ai: an evaluation whose answers are known is scored right, streamed or not."""
+"""inspect-ai: an evaluation with known scores, whole and streamed."""
 
 # /// script
-# dependencies = ["inspect-ai==0.3.285", "openai==3.54.0"]
+# dependencies = ["inspect-ai==0.3.285", "openai==3.57.0"]
 # ///
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_evaluation(name: str, *words: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
+        timeout=600,
     )
     assert run.returncode == 0, run.stdout
     (file,) = Path(name).iterdir()

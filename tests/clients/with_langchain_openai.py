@@ -1,22 +1,39 @@
-"""langchain-openai: chats and completions, invoked, streamed, in a batch and async."""
+"""langchain-openai: chats, responses, completions; streams, batches, async; tools, structure."""
 
 # /// script
-# dependencies = ["langchain-openai==1.7.3"]
+# dependencies = ["langchain-openai==1.7.4"]
 # ///
 
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import openai
+import pydantic
 from expected import KEY, MODEL, URL, chat, greedy, health, ids
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 
 MESSAGES = [SystemMessage("Be brief"), HumanMessage("Say more now")]
 TEXT = chat(("system", "Be brief"), ("user", "Say more now"))
 KNOWN = greedy(TEXT, 24)
+
+
+class City(pydantic.BaseModel):
+    """What a structured answer is parsed into."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    city: Literal["Rome", "Oslo"]
+    warm: bool
+
+
+@tool(args_schema=City)
+def weather(city: str, warm: bool) -> str:
+    """Return the weather of a city."""
+    return f"31 degrees in {city}"
 
 
 def check_usage(message: AIMessage) -> None:
@@ -65,6 +82,27 @@ def check_completions(model: OpenAI) -> None:
     assert sum(map(bool, texts)) > 2, f"not a stream: {texts}"
 
 
+def check_responses(model: ChatOpenAI) -> None:
+    whole = model.invoke(MESSAGES)
+    assert whole.text == KNOWN.text, whole
+    check_usage(whole)
+    texts = [chunk.text for chunk in model.stream(MESSAGES)]
+    assert "".join(texts) == KNOWN.text, texts
+    assert sum(map(bool, texts)) > 2, f"not a stream: {texts}"
+
+
+def check_tools(model: ChatOpenAI) -> None:
+    # Strict: otherwise the schema allows further properties, which the hash model would write.
+    bound = model.bind_tools([weather], tool_choice="any", strict=True, parallel_tool_calls=False)
+    message = bound.invoke(MESSAGES)
+    (call,) = message.tool_calls
+    result = weather.invoke(call)
+    assert result.content == f"31 degrees in {call['args']['city']}", result
+    answer = model.bind_tools([weather]).invoke([*MESSAGES, message, result])
+    assert answer.text and not answer.tool_calls, answer
+    assert isinstance(model.with_structured_output(City).invoke(MESSAGES), City)
+
+
 def check_first_chunk(model: ChatOpenAI) -> None:
     """The first chunk arrives while the rest is being generated."""
     left = model.stream(MESSAGES)
@@ -75,7 +113,7 @@ def check_first_chunk(model: ChatOpenAI) -> None:
 
 def check_errors(model: ChatOpenAI) -> None:
     for prompt, changed, code, overflow in (
-        ("a" * 9000, {}, "context_length_exceeded", True),
+        ("a" * 200_000, {}, "context_length_exceeded", True),
         ("a", {"temperature": 9}, "invalid_value", False),
     ):
         try:
@@ -94,7 +132,7 @@ def main() -> None:
         "model": MODEL,
         "temperature": 0,
         "max_tokens": 24,
-        "timeout": 30,
+        "timeout": 60,
         "max_retries": 0,
     }
     model = ChatOpenAI(**given, stream_usage=True)
@@ -104,6 +142,10 @@ def main() -> None:
     check_first_chunk(ChatOpenAI(**endless))
     asyncio.run(check_async(model))
     check_completions(OpenAI(**given))
+    responses = ChatOpenAI(**given, use_responses_api=True)
+    check_responses(responses)
+    for each in (model, responses):
+        check_tools(each.model_copy(update={"max_tokens": 400}))
     print("ChatOpenAI: invoke, stream, batch, async, usage; OpenAI: invoke, stream")
 
 

@@ -1,13 +1,15 @@
-"""litellm: chats and completions, whole, streamed and async, and its names for what goes wrong."""
+"""litellm: chats, completions, responses, messages; whole, streamed, async; tools; errors."""
 
 # /// script
-# dependencies = ["litellm==1.106.2"]
+# dependencies = ["litellm==1.110.2"]
 # ///
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from typing import Any
 
 from expected import KEY, MODEL, URL, chat, greedy, ids
 
@@ -23,8 +25,14 @@ GIVEN = {
     "api_key": KEY,
     "max_tokens": 24,
     "temperature": 0,
-    "timeout": 30,
+    "timeout": 60,
     "num_retries": 0,
+}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
 }
 # Two provider names for a server with OpenAI's API.
 PROVIDERS = ("openai", "hosted_vllm")
@@ -69,6 +77,44 @@ def check_completions() -> None:
     assert sum(map(bool, texts)) > 2, f"not a stream: {texts}"
 
 
+def check_responses() -> None:
+    known = greedy(CHAT, 400)
+    fields: dict[str, Any] = {**GIVEN, "max_output_tokens": 400}
+    del fields["max_tokens"], fields["num_retries"]
+    whole = litellm.responses(model=f"openai/{MODEL}", input=PROMPT, **fields)
+    assert whole.output[0].content[0].text == known.text, whole
+    events = litellm.responses(model=f"openai/{MODEL}", input=PROMPT, stream=True, **fields)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == known.text, deltas
+    assert len(deltas) > 2, f"not a stream: {deltas}"
+
+
+async def check_messages() -> None:
+    """Check Anthropic's API, as a chat and passed through."""
+    known = greedy(CHAT, 24)
+    fields = {**GIVEN, "api_base": URL, "model": f"anthropic/{MODEL}", "messages": MESSAGES}
+    whole = litellm.completion(**fields)
+    assert whole.choices[0].message.content == known.text, whole
+    del fields["num_retries"]
+    passed = await litellm.anthropic.messages.acreate(**fields)
+    assert passed["content"][0]["text"] == known.text, passed
+    assert passed["usage"]["output_tokens"] == known.tokens, passed
+
+
+def check_tools(provider: str) -> None:
+    fields = {**GIVEN, "model": f"{provider}/{MODEL}", "max_tokens": 400}
+    function = {"name": "weather", "description": "Of a city", "parameters": CITY}
+    tools = [{"type": "function", "function": function}]
+    first = litellm.completion(messages=MESSAGES, tools=tools, tool_choice="required", **fields)
+    message = first.choices[0].message
+    results = []
+    for call in message.tool_calls:
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo"), call
+        results.append({"role": "tool", "tool_call_id": call.id, "content": "31 degrees"})
+    answer = litellm.completion(messages=[*MESSAGES, message, *results], tools=tools, **fields)
+    assert answer.choices[0].message.content, answer
+
+
 async def check_async() -> None:
     prompts = [f"{number} and" for number in range(8)]
     answers = await asyncio.gather(
@@ -90,7 +136,7 @@ async def check_async() -> None:
 
 
 def check_errors(provider: str) -> None:
-    too_long = [{"role": "user", "content": "a" * 9000}]
+    too_long = [{"role": "user", "content": "a" * 200_000}]
     for changed, expected in (
         ({"temperature": 9}, litellm.BadRequestError),
         ({"messages": too_long}, litellm.ContextWindowExceededError),
@@ -111,7 +157,10 @@ def main() -> None:
     for provider in PROVIDERS:
         check_chats(provider)
         check_errors(provider)
+        check_tools(provider)
     check_completions()
+    check_responses()
+    asyncio.run(check_messages())
     asyncio.run(check_async())
     print("chats as openai/ and hosted_vllm/, completions; whole, streamed, async; errors")
 

@@ -1,4 +1,4 @@
-"""Simon Willison's llm: its command line and its Python interface, chats and completions."""
+"""llm: chats, completions, streams, a conversation; by its command line and in Python."""
 
 # /// script
 # dependencies = ["llm==0.36"]

@@ -1,4 +1,4 @@
-"""lm-eval: a task with a known score gets that score, with each way to make the token ids.
+"""lm-eval: choices, rolling likelihood, generation with known scores; three sources of ids.
 
 Three tasks, each written to a folder with its documents:
 
@@ -20,15 +20,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from expected import END, KEY, MODEL, URL, greedy, ids, is_near, score_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+
+os.environ |= {"OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
+import lm_eval
+from byte_tokenizer import write_tokenizer
+from lm_eval.tasks import TaskManager
 
 QUESTIONS = [f"Nº {number}: which number is it?\nAnswer:" for number in range(12)]
 CHOICES = ["four", "five", "seven", "eight", "thirty"]
@@ -106,57 +107,30 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(json.dumps(whole), "utf-8")
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write forge's byte tokenizer for transformers: byte b is b + 1, the end is 0."""
-    # GPT-2's names of the bytes: themselves where printable, letters from 256 on elsewhere.
-    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = [byte for byte in range(256) if byte not in seen]
-    names = [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]
-    vocab = {"<|end|>": END} | {name: byte + 1 for byte, name in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", clean_up_tokenization_spaces=False
-    )
-    every = "".join(map(chr, range(0x180)))
-    assert fast(every, add_special_tokens=False).input_ids == ids(every)
-    assert fast.decode(ids(every)) == every
-    fast.save_pretrained(folder)
+def evaluate(tasks: Sequence[str], batch_size: int, **arguments: object) -> dict[str, Any]:
+    """Return lm-eval's report: the results, and the samples of each task.
 
-
-def evaluate(
-    name: str, tasks: Sequence[str], batch_size: int, **arguments: object
-) -> dict[str, Any]:
-    """Return lm-eval's report: the results, and the samples of each task."""
+    The commands of the page run the same with its own tasks, whose thousands of files it reads.
+    """
     given = {
         "model": MODEL,
         "base_url": f"{URL}/v1/completions",
         "max_retries": 1,
-        "timeout": 30,
+        "timeout": 60,
         **arguments,
     }
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "lm_eval", "run", "--model", "local-completions"),
-            *("--model_args", ",".join(f"{key}={value}" for key, value in given.items())),
-            *("--tasks", ",".join(tasks), "--include_path", "tasks"),
-            *("--batch_size", str(batch_size), "--output_path", name, "--log_samples"),
-        ],
-        env={**os.environ, "OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
+    report = lm_eval.simple_evaluate(
+        model="local-completions",
+        model_args=given,
+        tasks=list(tasks),
+        task_manager=TaskManager(include_path="tasks", include_defaults=False),
+        batch_size=batch_size,
+        log_samples=True,
     )
-    assert run.returncode == 0, run.stdout
-    (results,) = Path(name).rglob("results_*.json")
-    report: dict[str, Any] = json.loads(results.read_text("utf-8"))
-    for task in tasks:
-        (samples,) = Path(name).rglob(f"samples_{task}_*.jsonl")
-        lines = samples.read_text("utf-8").splitlines()
-        report[task] = sorted(map(json.loads, lines), key=lambda sample: sample["doc_id"])
-    return report
+    samples = {
+        task: sorted(report["samples"][task], key=lambda sample: sample["doc_id"]) for task in tasks
+    }
+    return {"results": report["results"], **samples}
 
 
 def check_choices(report: dict[str, Any]) -> None:
@@ -198,17 +172,17 @@ def main() -> None:
     write_tasks(Path("tasks"))
     write_tokenizer(Path("tokenizer"))
     folder = {"tokenizer": "tokenizer", "tokenizer_backend": "huggingface"}
-    report = evaluate("ids", list(TASKS), 3, **folder, num_concurrent=4)
+    report = evaluate(list(TASKS), 3, **folder, num_concurrent=4)
     check_choices(report)
     check_rolling(report)
     check_greedy(report)
     # As text the end token before a rolling text is seven characters, so that task is left out.
-    report = evaluate("text", ["choices", "greedy"], 1, **folder, tokenized_requests=False)
+    report = evaluate(["choices", "greedy"], 1, **folder, tokenized_requests=False)
     check_choices(report)
     check_greedy(report)
     # Without a tokenizer, lm-eval uses the server's. It reads the end token's id off its name,
     # which this server encodes as text, so the command gives the id.
-    report = evaluate("remote", list(TASKS), 2, auth_token=KEY, custom_prefix_token_id=END)
+    report = evaluate(list(TASKS), 2, auth_token=KEY, custom_prefix_token_id=END)
     check_choices(report)
     check_rolling(report)
     check_greedy(report)

@@ -1,7 +1,7 @@
-"""OpenAI's own client: completions, chats and responses, whole, streamed and async, and errors."""
+"""openai: completions, chats, responses; streams, async; logprobs, tools, structure; errors."""
 
 # /// script
-# dependencies = ["openai==3.54.0"]
+# dependencies = ["openai==3.57.0"]
 # ///
 
 from __future__ import annotations
@@ -275,6 +275,32 @@ def check_response_tools(client: OpenAI) -> None:
     assert parsed.output_parsed is not None and parsed.output_parsed.city in ("Rome", "Oslo")
 
 
+def check_chat_tools(client: OpenAI) -> None:
+    """Check that an answer is a call, and that with its result it has the requested format."""
+    parsed = client.chat.completions.parse(
+        model=MODEL,
+        messages=HELLO,
+        tools=[openai.pydantic_function_tool(City, name="weather")],
+        tool_choice="required",
+        response_format=City,
+        parallel_tool_calls=False,
+        reasoning_effort="low",
+    )
+    message = parsed.choices[0].message
+    assert message.tool_calls and message.content is None, message
+    (call,) = message.tool_calls
+    assert isinstance(call.function.parsed_arguments, City), call
+    history: Any = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "31 degrees"},
+    ]
+    for each in history[-2]["tool_calls"]:
+        del each["function"]["parsed_arguments"]
+    answer = client.chat.completions.parse(model=MODEL, messages=history, response_format=City)
+    assert isinstance(answer.choices[0].message.parsed, City), answer
+
+
 def check_errors(client: OpenAI) -> None:
     try:
         client.completions.create(model=MODEL, prompt=PROMPT, temperature=9)
@@ -309,7 +335,7 @@ def check_full_queue() -> None:
             extra_body={"ignore_eos": True},
         )
 
-    with OpenAI(base_url=f"{NARROW_URL}/v1", api_key=KEY, timeout=30, max_retries=0) as client:
+    with OpenAI(base_url=f"{NARROW_URL}/v1", api_key=KEY, timeout=60, max_retries=0) as client:
         with stream(client, 4000) as running:
             next(iter(running))
             error = asyncio.run(third_request_error(client))
@@ -337,7 +363,7 @@ async def third_request_error(client: OpenAI) -> openai.RateLimitError:
 
 
 async def check_async() -> None:
-    async with AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=30) as client:
+    async with AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=60) as client:
         prompts = [f"{number} and" for number in range(16)]
         answers = await asyncio.gather(
             *(
@@ -358,7 +384,7 @@ async def check_async() -> None:
 
 
 def main() -> None:
-    with OpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=30, max_retries=0) as client:
+    with OpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=60, max_retries=0) as client:
         check_models(client)
         check_completions(client)
         check_choices_and_seeds(client)
@@ -368,6 +394,7 @@ def main() -> None:
         check_chat_stream(client)
         check_responses(client)
         check_response_tools(client)
+        check_chat_tools(client)
         check_errors(client)
     check_full_queue()
     asyncio.run(check_async())

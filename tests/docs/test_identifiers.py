@@ -40,8 +40,9 @@ FOREIGN = {
     "Kubernetes": "preStop",
     "browsers": "EventSource",
     "HuggingFace": "Qwen/Qwen3-0.6B models/Qwen3-0.6B im_end",
-    "LiteLLM": "hosted_vllm/ hosted_vllm/hash openai/ text-completion-openai/hash",
-    "llm": "extra-openai-models.yaml",
+    "LiteLLM": "anthropic/hash hosted_vllm/hash openai/hash text-completion-openai/hash",
+    "instructor": "MD_JSON create_iterable",
+    "openai-agents": "ModelBehaviorError",
     "vLLM": "wake_up",
     "W3C": "tracestate",
     "OpenTelemetry": "OTEL_SERVICE_NAME OTEL_RESOURCE_ATTRIBUTES OTEL_TRACES_SAMPLER "

@@ -51,7 +51,10 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 LONG_PAGES = {
-    *(ROOT / "docs" / f"{name}.md" for name in ("Clients", "Command-line", "Server", "Simulator")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("Clients-OpenAI", "Command-line", "Server", "Simulator")
+    ),
     *(ROOT / "docs" / f"{name}.md" for name in ("Messages", "Responses")),
     *(ROOT / "wiki" / f"{name}.md" for name in ("Exploration", "Film")),
     *(ROOT / "wiki" / f"{name}.md" for name in ("Capacity", "KV-tiers", "Token-budget")),
