@@ -351,6 +351,7 @@ class ChatCompletionResponse:
         self.requests = (request,)
         self._request_body = request_body
         self._tokenizer = tokenizer
+        self._name_token = request_body.token_namer(tokenizer)
         self._formats = formats
         self._head = {**head, "object": "chat.completion"}
         # JSON that all chunks begin with: built once, because there is a chunk per token.
@@ -477,7 +478,7 @@ class ChatCompletionResponse:
 
     def _logprob_entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._tokenizer.token_text(token),
+            "token": self._name_token(token),
             "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }

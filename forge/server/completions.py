@@ -26,7 +26,7 @@ from forge.request import (
     TokenLogprob,
 )
 from forge.server.errors import excerpt
-from forge.server.legacy_logprobs import LegacyLogprobs, echo_text
+from forge.server.legacy_logprobs import LegacyLogprobs, TokenNamer, echo_text, name_by_id
 from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import (
     MAX_TOTAL_CHOICES,
@@ -46,7 +46,7 @@ class StreamOptions(BaseModel):
     """Options of a stream's usage.
 
     include_usage            a chunk without choices before [DONE] has the usage
-    continuous_usage_stats   in addition, every chunk has the usage so far
+    continuous_usage_stats   in addition, every chunk has the usage so far; alone it has no effect
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -62,6 +62,7 @@ class StreamingRequest(SamplingRequest):
     best_of: IntegerField = None
     stream: BooleanField = None
     return_token_ids: BooleanField = None
+    return_tokens_as_token_ids: BooleanField = None
     prompt_logprobs: IntegerField = None
     stream_options: Annotated[
         StreamOptions | None,
@@ -79,17 +80,14 @@ class StreamingRequest(SamplingRequest):
         options = self.stream_options
         return self.includes_usage and bool(options and options.continuous_usage_stats)
 
+    def token_namer(self, tokenizer: Tokenizer) -> TokenNamer:
+        """Return the function that names the tokens of logprobs."""
+        return name_by_id if self.return_tokens_as_token_ids else tokenizer.token_text
+
     def sampling_params(self) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidRequest, also for conflicting fields."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream is not true", "Leave it out")
-        options = self.stream_options
-        if options is not None and options.continuous_usage_stats and not options.include_usage:
-            raise InvalidRequest(
-                "stream_options",
-                "continuous_usage_stats needs include_usage",
-                "Set both to true, or leave both out",
-            )
         self._check_best_of()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
@@ -184,6 +182,7 @@ class GenerateRequest(PromptRequest):
         "n": (1,),
         "prompt_logprobs": (),
         "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
         "stream": (False,),
         "stream_options": (),
     }
@@ -346,7 +345,7 @@ class CompletionResponse:
         text = self._pending_echo.pop(key, "")
         block = self._logprobs.get(key)
         if block is None and self._request_body.logprobs is not None:
-            block = self._logprobs[key] = LegacyLogprobs(self._tokenizer, 0, self._special_ids[p])
+            block = self._logprobs[key] = self._create_logprobs(p)
             if self._request_body.echo:
                 block.add_first(self.requests[p].prompt[0])
                 for start in range(0, len(self._prompt_logprobs[p]), TOKENS_PER_SLICE):
@@ -410,12 +409,16 @@ class CompletionResponse:
     def _echo_text(self, content: str | list[int]) -> str:
         return content if isinstance(content, str) else echo_text(self._tokenizer, content)
 
+    def _create_logprobs(self, p: int) -> LegacyLogprobs:
+        namer = self._request_body.token_namer(self._tokenizer)
+        return LegacyLogprobs(self._tokenizer, namer, 0, self._special_ids[p])
+
     def _build_logprobs(
         self, p: int, output: RequestOutput, logprobs: Sequence[TokenLogprob]
     ) -> SlicedWork[dict[str, list[Any]] | None]:
         if self._request_body.logprobs is None:
             return None
-        legacy_logprobs = LegacyLogprobs(self._tokenizer, 0, self._special_ids[p])
+        legacy_logprobs = self._create_logprobs(p)
         if self._request_body.echo:
             legacy_logprobs.add_first(output.prompt_token_ids[0])
             yield from legacy_logprobs.add_all(output.prompt_logprobs)

@@ -5,13 +5,16 @@ Owns the lists and the offsets of their texts. Knows no request and no response.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any
 
 from forge.request import TokenLogprob
 from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork, num_entries
 from forge.tokenizer import Tokenizer
+
+TokenNamer = Callable[[int], str]
+"""Function that returns a token as the logprobs of a response show it."""
 
 MIN_LOGPROB = -9999.0
 """Minus infinity in JSON; OpenAI's servers use the same value."""
@@ -20,18 +23,24 @@ MIN_LOGPROB = -9999.0
 class LegacyLogprobs:
     """The legacy logprobs block of one choice, token by token.
 
-    tokens           text of each token
+    tokens           name of each token
     token_logprobs   its log probability; null for the first token of an echoed prompt
-    top_logprobs     text and log probability of the most likely tokens and of the token itself
+    top_logprobs     name and log probability of the most likely tokens and of the token itself
     text_offset      characters before the token, including those of a stop string, which is cut
 
+    name_token    returns the name of a token
     special_ids   ids whose names are part of the text: see `echo_text`
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, offset: int, special_ids: Collection[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        name_token: TokenNamer,
+        offset: int,
+        special_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._name_token = name_token
         self._special_ids = special_ids
         self._detokenizer = tokenizer.create_detokenizer()
         self._offset = offset
@@ -43,13 +52,13 @@ class LegacyLogprobs:
 
     def add(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Add the next tokens."""
-        text_of = self._tokenizer.token_text
+        name_of = self._name_token
         for token, logprob, top in logprobs:
             logprob = max(logprob, MIN_LOGPROB)
             alternatives: dict[str, float] = {}
             for other, other_logprob in top:
-                alternatives.setdefault(text_of(other), max(other_logprob, MIN_LOGPROB))
-            alternatives.setdefault(text_of(token), logprob)
+                alternatives.setdefault(name_of(other), max(other_logprob, MIN_LOGPROB))
+            alternatives.setdefault(name_of(token), logprob)
             self._append(token, logprob, alternatives)
 
     def add_all(self, logprobs: Sequence[TokenLogprob]) -> SlicedWork[None]:
@@ -71,19 +80,24 @@ class LegacyLogprobs:
         return entries
 
     def _append(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
-        entries, name = self._entries, self._tokenizer.token_text(token)
+        entries, text = self._entries, self._tokenizer.token_text(token)
         if token in self._special_ids:  # a special token ends any incomplete character
             self._offset += len(self._detokenizer.flush())
             self._detokenizer = self._tokenizer.create_detokenizer()
-        entries["tokens"].append(name)
+        entries["tokens"].append(self._name_token(token))
         entries["token_logprobs"].append(logprob)
         entries["top_logprobs"].append(top)
         entries["text_offset"].append(self._offset)
-        self._offset += len(name if token in self._special_ids else self._detokenizer.push(token))
+        self._offset += len(text if token in self._special_ids else self._detokenizer.push(token))
 
     @staticmethod
     def _new_entries() -> dict[str, list[Any]]:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def name_by_id(token: int) -> str:
+    """Return the id of a token as a name, in vLLM's form."""
+    return f"token_id:{token}"
 
 
 def echo_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -95,7 +95,6 @@ REQUIRED = {
     "/v1/messages": ("model", "max_tokens", "messages"),
     "/v1/messages/count_tokens": ("model", "messages"),
     "/generate": ("prompt",),
-    "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
     "/resize_kv_cache": ("num_blocks",),
 }
@@ -245,7 +244,9 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
         kv_blocks_free=COUNT,
         queue_s={"type": "number", "minimum": 0},
     ),
-    "/tokenize": object_schema(tokens=_IDS, count=COUNT, max_model_len=COUNT),
+    "/tokenize": object_schema(
+        tokens=_IDS, count=COUNT, max_model_len=COUNT, token_strs={"type": "null"}
+    ),
     "/detokenize": object_schema(prompt=STRING),
     "/tokenizer_info": object_schema(
         tokenizer_class=STRING,

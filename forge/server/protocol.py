@@ -121,7 +121,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (),
     "prompt_embeds": (),
-    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none",),

@@ -1,9 +1,9 @@
 """Text to token ids and back, over HTTP: counts the tokens of a prompt without the engine.
 
 Owns the bodies of /tokenize, /detokenize and /tokenizer_info. Knows no step. The ids are equal to
-those that /v1/completions makes of the same prompt.
+those that /v1/completions makes of the same prompt, or /v1/chat/completions of the same messages.
 
-    {"prompt": "ab"} ──► /tokenize   ──► {"tokens": [98, 99], "count": 2, "max_model_len": 8192}
+    {"prompt": "ab"} ──► /tokenize   ──► {"tokens": [98, 99], "count": 2, "max_model_len": 8192, ...}
     {"tokens": [98]} ──► /detokenize ──► {"prompt": "a"}
 
 A prompt may have a million tokens. A thread makes and writes them in parts, so that the event loop
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -26,6 +26,7 @@ from starlette.routing import Route
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.server.body import read_json_body
+from forge.server.chat import ChatRequest, MessagesField, TemplateVariablesField, ToolsField
 from forge.server.errors import APIError, excerpt
 from forge.server.protocol import (
     BooleanField,
@@ -34,6 +35,13 @@ from forge.server.protocol import (
     missing_field_error,
     parse_request,
 )
+from forge.tokenizer import Tokenizer
+
+CHAT_FIELDS = (
+    *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+    "chat_template_kwargs",
+)
+"""Fields of /tokenize that are those of a chat."""
 
 IDS_PER_PART = 4096
 """Ids written at a time."""
@@ -46,16 +54,56 @@ MAX_IDS = 2**18
 
 
 class TokenizeRequest(RequestBody):
-    """The body of POST /tokenize.
+    """The body of POST /tokenize: a prompt, or the messages of a chat.
 
-    add_special_tokens   false: omit the ids that a checkpoint puts around every prompt
+    add_special_tokens   false: omit the ids that a checkpoint puts around every prompt. A chat has
+                         those that its template writes
     """
-
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"messages": ()}
 
     model: StringField = None
     prompt: StringField = None
     add_special_tokens: BooleanField = None
+    messages: MessagesField = None
+    tools: ToolsField = None
+    add_generation_prompt: BooleanField = None
+    continue_final_message: BooleanField = None
+    chat_template_kwargs: TemplateVariablesField = None
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[], Sequence[int]]:
+        """Return the function that makes the ids. Both raise InvalidRequest."""
+        chat = {name: getattr(self, name) for name in CHAT_FIELDS}
+        given = {name: value for name, value in chat.items() if value is not None}
+        if not given:
+            return self._prompt_encoder(tokenizer)
+        if self.prompt is not None:
+            raise InvalidRequest(
+                "prompt",
+                f"{next(iter(given))} belongs to a chat",
+                "Give a prompt, or messages",
+                "conflicting_parameters",
+            )
+        if self.add_special_tokens and tokenizer.encode(""):
+            raise InvalidRequest(
+                "add_special_tokens", "a chat's template writes the special tokens", "Leave it out"
+            )
+        return partial(parse_request(ChatRequest, given).render_prompt, tokenizer)
+
+    def _prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[], Sequence[int]]:
+        if self.prompt is None:
+            raise missing_field_error("prompt", "Give text, or the messages of a chat")
+        if len(self.prompt) > MAX_TEXT_CHARS:
+            raise InvalidRequest(
+                "prompt",
+                f"{len(self.prompt)} characters, at most {MAX_TEXT_CHARS}",
+                "Send it in parts",
+                "string_too_long",
+            )
+        encode = (
+            tokenizer.encode_without_special_tokens
+            if self.add_special_tokens is False
+            else tokenizer.encode
+        )
+        return partial(encode, self.prompt)
 
 
 class DetokenizeRequest(RequestBody):
@@ -87,26 +135,12 @@ class TokenizationEndpoints:
         """POST /tokenize."""
         request_body = await read_json_body(request, partial(parse_request, TokenizeRequest))
         self._check_model(request_body.model)
-        prompt, tokenizer = request_body.prompt, self._llm.tokenizer
-        if prompt is None:
-            raise missing_field_error("prompt", "Give text")
-        if len(prompt) > MAX_TEXT_CHARS:
-            raise InvalidRequest(
-                "prompt",
-                f"{len(prompt)} characters, at most {MAX_TEXT_CHARS}",
-                "Send it in parts",
-                "string_too_long",
-            )
-        encode = (
-            tokenizer.encode_without_special_tokens
-            if request_body.add_special_tokens is False
-            else tokenizer.encode
-        )
+        encode = request_body.encoder(self._llm.tokenizer)
         max_model_len = self._llm.engine.config.max_model_len
 
         def encode_body() -> bytes:
-            tokens = encode(prompt)
-            tail = f'],"count":{len(tokens)},"max_model_len":{max_model_len}}}'
+            tokens = encode()
+            tail = f'],"count":{len(tokens)},"max_model_len":{max_model_len},"token_strs":null}}'
             return b'{"tokens":[' + _join_ids(tokens) + tail.encode()
 
         body = await asyncio.to_thread(encode_body)

@@ -1115,7 +1115,7 @@ SAMPLING = [
     accepted_row(
         150, "all choices that there are", OPENAI_PATHS, {"best_of": 2, "n": 2}, {"best_of": None}
     ),
-    refused_row(
+    accepted_row(
         151,
         "usage of every chunk and not of the last",
         OPENAI_PATHS,

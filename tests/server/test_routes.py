@@ -250,7 +250,9 @@ def test_tokens_are_those_that_a_completion_counts(app: Starlette) -> None:
         ("/tokenize", {"prompt": 5}, 400, "prompt", "invalid_value"),
         ("/tokenize", {"prompt": "\ud800"}, 400, "prompt", "invalid_unicode"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens", None),
-        ("/tokenize", {"messages": []}, 400, "messages", "unsupported_parameter"),
+        ("/tokenize", {"messages": []}, 400, "messages", "empty_messages"),
+        ("/tokenize", {"tools": []}, 400, "messages", "missing_required_parameter"),
+        ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt", "conflicting_parameters"),
         ("/tokenize", {"prompt": "a", "odd": 1}, 400, "odd", "unknown_parameter"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model", "model_not_found"),
         ("/detokenize", {}, 400, "tokens", "missing_required_parameter"),
@@ -269,6 +271,18 @@ def test_what_cannot_be_done_is_refused_by_name(
 ) -> None:
     answer = post(app, path, **body)
     check_envelope(answer, status, param, code or answer.json()["error"]["code"])
+
+
+def test_tokens_of_messages_are_those_of_their_chat(app: Starlette) -> None:
+    chat = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}],
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+        "continue_final_message": True,
+    }
+    tokens = post(app, "/tokenize", **chat, model="hash").json()
+    answer = post(app, "/v1/chat/completions", **chat, model="hash", return_token_ids=True).json()
+    assert tokens["tokens"] == answer["prompt_token_ids"]
+    assert tokens["count"] == answer["usage"]["prompt_tokens"]
 
 
 def test_no_text_and_no_tokens_are_an_answer(app: Starlette) -> None:

@@ -1443,6 +1443,26 @@ def test_a_completion_has_token_ids_where_they_are_requested(
         assert found == [choice["prompt_token_ids"]]
 
 
+def test_tokens_of_logprobs_are_named_by_id_where_that_is_requested(
+    running_server: RunningServer,
+) -> None:
+    body: dict[str, Any] = {"model": "hash", "max_tokens": 3, "return_tokens_as_token_ids": True}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    (choice,) = running_server.post("/v1/completions", **body, prompt="a", logprobs=2).json()[
+        "choices"
+    ]
+    names = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    assert all(name.startswith("token_id:") for name in choice["logprobs"]["top_logprobs"][0])
+    messages = [{"role": "user", "content": "a"}]
+    chat = running_server.post(
+        "/v1/chat/completions", **body, messages=messages, logprobs=True, top_logprobs=2
+    ).json()["choices"][0]
+    content = chat["logprobs"]["content"]
+    assert [each["token"] for each in content] == [f"token_id:{t}" for t in chat["token_ids"]]
+    assert content[0]["top_logprobs"][0]["token"].startswith("token_id:")
+
+
 @pytest.mark.parametrize("prompt", ["Once upon a time " * 12, [98, 0, 99], "a"])
 def test_a_stream_echoes_with_logprobs_what_the_whole_answer_has(
     running_server: RunningServer, prompt: object
