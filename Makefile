@@ -49,7 +49,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
-.PHONY: test-long test-all stress tier-seeds reasoning-seeds test-soak test-fuzz test-clients test-torch test-gpu
+.PHONY: test-long test-all stress tier-seeds reasoning-seeds test-soak test-fuzz test-clients test-peers test-torch test-gpu
 .PHONY: test-oldest test-oldest-apis test-ray resolve model-classes site
 
 help: ## list these targets
@@ -118,6 +118,9 @@ test-soak: $(VENV)/dev.stamp ## run many more seeds, for hours
 
 test-fuzz: $(VENV)/dev.stamp $(VENV)/fuzz.stamp ## send the server 100,000 damaged bodies, and what Schemathesis makes
 	$(BIN)/python -m pytest -m soak --timeout=0 -s tests/server/test_fuzz.py $(ARGS)
+
+test-peers: $(VENV)/core.stamp ## run the server tests of vLLM or SGLang against forge: ARGS=vllm
+	$(BIN)/python -m tests.peers.run $(ARGS)
 
 test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of its own, against a server
 	$(BIN)/python tests/clients/run.py $(ARGS)

@@ -55,6 +55,8 @@ CLOSING = (
     *(Likelihood(token, 9.0) for token in ("}", "]", "}}", "]}")),
     Likelihood("</tool_call>", 6.0),
 )
+# About one token in a hundred ends an answer: without it, one without a limit fills the context.
+END_LOGITS = 8.5
 REASONING_END = (Likelihood("</think>", 12.0),)
 
 
@@ -78,7 +80,9 @@ def mistral_tokenizer() -> PreTrainedTokenizerFast:
         return LlamaTokenizer.from_pretrained(folder, legacy=True)
 
 
-def draw_weights(tokenizer: PreTrainedTokenizerFast, likely: tuple[Likelihood, ...]) -> LlamaForCausalLM:
+def draw_weights(
+    tokenizer: PreTrainedTokenizerFast, likely: tuple[Likelihood, ...]
+) -> LlamaForCausalLM:
     """Return a Llama of one layer whose likeliest tokens are whole ASCII words.
 
     The first channel of the hidden state is constant, so that the first column of the output layer
@@ -128,7 +132,9 @@ def output_bias(tokenizer: PreTrainedTokenizerFast, likely: tuple[Likelihood, ..
 def write_model_folder(name: str, folder: Path) -> None:
     """Write the model `qwen`, `qwen-thinking` or `mistral`."""
     tokenizer = mistral_tokenizer() if name == "mistral" else qwen_tokenizer()
-    likely = CLOSING + REASONING_END if name == "qwen-thinking" else CLOSING
+    likely = (*CLOSING, Likelihood(tokenizer.eos_token, END_LOGITS))
+    if name == "qwen-thinking":
+        likely += REASONING_END
     template = "zephyr.jinja" if name == "mistral" else "chatml.jinja"
     tokenizer.chat_template = (Path(__file__).parent / template).read_text("utf-8")
     tokenizer.save_pretrained(folder)

@@ -46,6 +46,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ResultWriter(config.getoption("--results")), "results-writer")
 
 
+def leave_out_file(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Return True for a file none of whose tests is applicable, and write that it is not.
+
+    Such a file is not imported: it may need packages for what forge does not have.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    for each in read_expected(config.getoption("--expected")):
+        if each.outcome == NOT_APPLICABLE and each.file == file and not each.tests:
+            config.pluginmanager.get_plugin("results-writer").write(file, NOT_APPLICABLE)
+            return True
+    return None
+
+
 def leave_out_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Remove the tests that are not applicable, and write that they are."""
     expected = read_expected(config.getoption("--expected"))

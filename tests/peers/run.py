@@ -1,8 +1,8 @@
 """Run the OpenAI-server tests of vLLM and SGLang against forge, and compare with the lists.
 
-    python tests/peers/run.py vllm [FILE ...]
-    python tests/peers/run.py sglang --sglang-source FOLDER [FILE ...]
-    python tests/peers/run.py vllm --write-page
+    python -m tests.peers.run vllm [FILE ...]
+    python -m tests.peers.run sglang --sglang-source FOLDER [FILE ...]
+    python -m tests.peers.run vllm --write-page
 
 Owns the environment in .venv-peers/, the sources and the table of docs/Peer-tests.md. Knows no
 test: the plugins start forge for them, and vllm.toml and sglang.toml say which pass.
@@ -79,7 +79,7 @@ PEERS = {
     ),
 }
 # Of the files above and of the parts of sglang.test.kits that they import, by `source_sha256`.
-SGLANG_SHA256 = ""
+SGLANG_SHA256 = "978151c493e98409710096d6887b0f5dad8829635473679160fd574b5a10812c"
 
 
 def install() -> None:
@@ -120,9 +120,7 @@ def vllm_source() -> Path:
         )
         with tarfile.open(Path(scratch) / f"{VLLM}.tar.gz") as archive:
             wanted = [
-                member
-                for member in archive
-                if member.name.partition("/")[2].startswith(VLLM_PARTS)
+                member for member in archive if member.name.partition("/")[2].startswith(VLLM_PARTS)
             ]
             archive.extractall(scratch, wanted, filter="data")
         (Path(scratch) / VLLM).rename(folder)
@@ -156,7 +154,7 @@ def run_tests(peer: Peer, source: Path, files: Sequence[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as scratch:
         lines = Path(scratch) / "outcomes.jsonl"
         command = [
-            *(str(PYTHON), "-m", "pytest", "-c", str(HERE / "pytest.ini"), f"--rootdir={source}"),
+            *(str(PYTHON), "-m", "pytest", "-c", str(HERE / "peers.ini"), f"--rootdir={source}"),
             *("-p", f"{peer.name}_plugin", "--results", str(lines), "-q", "--tb=short"),
             *("--expected", str(HERE / f"{peer.name}.toml"), *files),
         ]

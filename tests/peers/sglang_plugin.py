@@ -44,7 +44,12 @@ RENAMED_OPTIONS = {
     "--tool-call-parser": "--tool-call-parser",
 }
 # SGLang's names of formats that forge names as vLLM does.
-PARSER_NAMES = {"qwen25": "hermes", "qwen": "hermes", "deepseek-r1": "deepseek_r1", "llama3": "llama3_json"}
+PARSER_NAMES = {
+    "qwen25": "hermes",
+    "qwen": "hermes",
+    "deepseek-r1": "deepseek_r1",
+    "llama3": "llama3_json",
+}
 
 
 def forge_flags(model: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
@@ -130,14 +135,19 @@ class CustomLogitProcessor:
         return ""
 
 
-for package in ("sglang", "sglang.srt", "sglang.srt.sampling", "sglang.test", "sglang.test.ci"):
+for package in (
+    *("sglang", "sglang.srt", "sglang.srt.sampling", "sglang.test", "sglang.test.ci"),
+    *("sglang.srt.entrypoints", "sglang.srt.entrypoints.anthropic"),
+):
     add_module(package)
 add_module("sglang.srt.sampling.custom_logit_processor", CustomLogitProcessor=CustomLogitProcessor)
 add_module("sglang.srt.utils", kill_process_tree=kill_process_tree, load_audio=ignore_call)
 add_module("sglang.srt.utils.hf_transformers_utils", get_tokenizer=load_tokenizer)
+add_module("sglang.test.ci.ci_register", register_amd_ci=ignore_call, register_cuda_ci=ignore_call)
 add_module(
-    "sglang.test.ci.ci_register", register_amd_ci=ignore_call, register_cuda_ci=ignore_call
+    "sglang.srt.entrypoints.anthropic.protocol", AnthropicMessagesRequest=None
 )
+add_module("sglang.srt.entrypoints.anthropic.serving", AnthropicServing=None)
 add_module("sglang.test.runners", TEST_RERANK_QUERY_DOCS=[])
 add_module(
     "sglang.test.test_utils",
@@ -161,3 +171,4 @@ def pytest_sessionfinish() -> None:
 pytest_addoption = results.pytest_addoption
 pytest_configure = results.pytest_configure
 pytest_collection_modifyitems = results.leave_out_tests
+pytest_ignore_collect = results.leave_out_file

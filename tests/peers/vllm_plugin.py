@@ -201,3 +201,4 @@ repo_utils.hf_api = HubApi
 
 pytest_addoption = results.pytest_addoption
 pytest_configure = results.pytest_configure
+pytest_ignore_collect = results.leave_out_file
