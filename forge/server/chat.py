@@ -392,15 +392,16 @@ class ChatCompletionResponse:
                     "message": message,
                     "logprobs": self._logprobs_object(content),
                     "finish_reason": chat_choice.finish_reason(choice.finish_reason),
-                    **({"token_ids": choice.token_ids} if self._returns_ids else {}),
+                    "token_ids": choice.token_ids if self._returns_ids else None,
                     **weights_fields(choice.weights),
                 }
             )
             self._timings.add(choice.timings)
             yield 1 + len(choice.token_ids) // TOKENS_PER_SLICE
-        prompt: dict[str, object] = {}
-        if self._returns_ids:
-            prompt["prompt_token_ids"] = output.prompt_token_ids
+        prompt: dict[str, object] = {
+            "prompt_token_ids": output.prompt_token_ids if self._returns_ids else None,
+            "prompt_logprobs": None,
+        }
         if self._request_body.prompt_logprobs is not None:
             prompt["prompt_logprobs"] = yield from build_prompt_logprobs(
                 output.prompt_logprobs, self._tokenizer

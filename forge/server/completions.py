@@ -297,23 +297,21 @@ class CompletionResponse:
             self._cached_tokens = self._cached_tokens.plus(output.cached_tokens)
             for choice in output.choices:
                 logprobs = yield from self._build_logprobs(p, output, choice.logprobs)
-                scores: dict[str, object] = {}
+                prompt_logprobs = None
                 if self._request_body.prompt_logprobs is not None:
-                    scores["prompt_logprobs"] = yield from build_prompt_logprobs(
+                    prompt_logprobs = yield from build_prompt_logprobs(
                         output.prompt_logprobs, self._tokenizer
                     )
-                ids = {
-                    "prompt_token_ids": output.prompt_token_ids,
-                    "token_ids": choice.token_ids,
-                }
+                returns_ids = self._request_body.return_token_ids
                 choices.append(
                     {
                         "index": len(choices),
                         "text": self._echo_texts[p] + choice.text,
                         "logprobs": logprobs,
                         "finish_reason": choice.finish_reason,
-                        **scores,
-                        **(ids if self._request_body.return_token_ids else {}),
+                        "prompt_logprobs": prompt_logprobs,
+                        "prompt_token_ids": output.prompt_token_ids if returns_ids else None,
+                        "token_ids": choice.token_ids if returns_ids else None,
                         **weights_fields(choice.weights),
                     }
                 )

@@ -55,10 +55,9 @@ class LegacyLogprobs:
         name_of = self._name_token
         for token, logprob, top in logprobs:
             logprob = max(logprob, MIN_LOGPROB)
-            alternatives: dict[str, float] = {}
+            alternatives = {name_of(token): logprob}  # first, as in vLLM
             for other, other_logprob in top:
                 alternatives.setdefault(name_of(other), max(other_logprob, MIN_LOGPROB))
-            alternatives.setdefault(name_of(token), logprob)
             self._append(token, logprob, alternatives)
 
     def add_all(self, logprobs: Sequence[TokenLogprob]) -> SlicedWork[None]:

@@ -95,6 +95,7 @@ REQUIRED = {
     "/v1/messages": ("model", "max_tokens", "messages"),
     "/v1/messages/count_tokens": ("model", "messages"),
     "/generate": ("prompt",),
+    "/tokenize": (),  # a prompt, or the messages of a chat
     "/detokenize": ("tokens",),
     "/resize_kv_cache": ("num_blocks",),
 }
@@ -178,8 +179,9 @@ _MESSAGE = with_optional(
 
 def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
     """Return the schema of a response whose choices have these properties."""
-    prompt = {"prompt_token_ids": _IDS, "prompt_logprobs": _PROMPT_LOGPROBS}
-    item = with_optional(object_schema(index=COUNT, **choice), **prompt, token_ids=_IDS)
+    ids = or_null(_IDS)
+    prompt = {"prompt_token_ids": ids, "prompt_logprobs": or_null(_PROMPT_LOGPROBS)}
+    item = with_optional(object_schema(index=COUNT, **choice), **prompt, token_ids=ids)
     schema = object_schema(
         id=STRING,
         object={"const": kind},

@@ -51,7 +51,7 @@ def leave_out_file(collection_path: Path, config: pytest.Config) -> bool | None:
 
     Such a file is not imported: it may need packages for what forge does not have.
     """
-    if collection_path.suffix != ".py":
+    if not collection_path.is_relative_to(config.rootpath):
         return None
     file = collection_path.relative_to(config.rootpath).as_posix()
     for each in read_expected(config.getoption("--expected")):

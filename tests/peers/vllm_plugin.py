@@ -148,7 +148,7 @@ class RemoteOpenAIServer:
         return anthropic.AsyncAnthropic(**self._client_options(self.url_root, options))
 
     def _client_options(self, url: str, options: dict[str, Any]) -> dict[str, Any]:
-        given = {"timeout": 60, "max_retries": 0, "api_key": self.DUMMY_API_KEY, "base_url": url}
+        given = {"timeout": 600, "max_retries": 0, "api_key": self.DUMMY_API_KEY, "base_url": url}
         return given | options
 
 

@@ -100,6 +100,7 @@ def text_of(choices: list[dict[str, Any]]) -> str:
 
 def test_an_answer_is_a_message_of_the_assistant_with_counts(server: RunningServer) -> None:
     answer = post_chat(server, max_tokens=5, ignore_eos=True, **GREEDY)
+    assert (answer.pop("prompt_token_ids"), answer.pop("prompt_logprobs")) == (None, None)
     assert list(answer) == ["id", "created", "model", "object", "choices", "usage"]
     assert answer["id"].startswith("chatcmpl-") and answer["model"] == "hash"
     assert answer["object"] == "chat.completion"
@@ -111,6 +112,7 @@ def test_an_answer_is_a_message_of_the_assistant_with_counts(server: RunningServ
         "message": {"role": "assistant", "refusal": None},
         "logprobs": None,
         "finish_reason": "length",
+        "token_ids": None,
     }
     counts = {"prompt_tokens": len(RENDERED), "completion_tokens": 5}
     assert list(answer["usage"].pop("prompt_tokens_details")) == ["cached_tokens"]
@@ -716,7 +718,7 @@ def test_token_ids_are_returned_where_they_are_requested(
         parts = choice_parts(chunks, choice["index"])
         ids = [token for part in parts for token in part.get("token_ids", ())]
         assert ids == choice["token_ids"] and len(ids) == 6
-    assert "token_ids" not in post_chat(paced_server, max_tokens=1)["choices"][0]
+    assert post_chat(paced_server, max_tokens=1)["choices"][0]["token_ids"] is None
 
 
 def test_a_chat_has_logprobs_of_its_prompt_where_they_are_requested(server: RunningServer) -> None:

@@ -1453,7 +1453,9 @@ def test_tokens_of_logprobs_are_named_by_id_where_that_is_requested(
     ]
     names = [f"token_id:{token}" for token in choice["token_ids"]]
     assert choice["logprobs"]["tokens"] == names
-    assert all(name.startswith("token_id:") for name in choice["logprobs"]["top_logprobs"][0])
+    tops = choice["logprobs"]["top_logprobs"]
+    assert [next(iter(top)) for top in tops] == names, "the token itself is the first"
+    assert all(name.startswith("token_id:") for top in tops for name in top)
     messages = [{"role": "user", "content": "a"}]
     chat = running_server.post(
         "/v1/chat/completions", **body, messages=messages, logprobs=True, top_logprobs=2
