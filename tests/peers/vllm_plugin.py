@@ -22,6 +22,7 @@ import openai
 import pytest
 import results
 import transformers
+import vllm.config
 import vllm.tokenizers
 from forge_server import ForgeServer, UnsupportedFlag, folder_of, folder_with_template
 from vllm.transformers_utils import repo_utils
@@ -194,6 +195,13 @@ def load_tokenizer(name: str | None = None, *_: object, **options: Any) -> Any:
     return read_tokenizer(folder_of(str(name), thinking=False))
 
 
+def create_model_config(model: str, **options: Any) -> vllm.config.ModelConfig:
+    """Return vLLM's configuration of the model that stands for the name's."""
+    return model_config_type(model=str(folder_of(model, thinking=False)), **options)
+
+
+model_config_type = vllm.config.ModelConfig
+vllm.config.ModelConfig = create_model_config
 read_tokenizer = transformers.AutoTokenizer.from_pretrained
 transformers.AutoTokenizer.from_pretrained = load_tokenizer
 vllm.tokenizers.get_tokenizer = load_tokenizer
