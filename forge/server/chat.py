@@ -46,7 +46,7 @@ from forge.server.completions import (
 )
 from forge.server.errors import excerpt
 from forge.server.legacy_logprobs import MIN_LOGPROB
-from forge.server.messages import parse_messages
+from forge.server.messages import REASONING_KEYS, parse_messages
 from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import (
     MAX_USER_CHARS,
@@ -118,6 +118,7 @@ class ChatRequest(StreamingRequest):
     continue_final_message: BooleanField = None
     chat_template_kwargs: TemplateVariablesField = None
     reasoning_effort: ShortTextField = None
+    include_reasoning: BooleanField = None
     # Accepted without effect.
     prediction: Annotated[dict[str, Any] | None, Field(description="an object")] = None
     prompt_cache_retention: ShortTextField = None
@@ -334,7 +335,8 @@ def create_chat_choice(
     """Return a choice of the answer to a request with this prompt."""
     tools = request_body.callable_tools
     parser = formats.create_parser(request_body.named_structure, tools, prompt, tokenizer)
-    return ChatChoice(parser, tools, HERMES if tools is None else formats.call_format)
+    keys = () if request_body.include_reasoning is False else REASONING_KEYS
+    return ChatChoice(parser, tools, HERMES if tools is None else formats.call_format, keys)
 
 
 class ChatCompletionResponse:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from forge.outputs import TextDelta
@@ -32,14 +32,20 @@ from forge.server.tools import ToolSet
 class ChatChoice:
     """Content, calls and finish reason of one choice, whole or in deltas.
 
-    tools         tools that it may call; None: none
-    call_format   format of its calls, which decides their ids
+    tools            tools that it may call; None: none
+    call_format      format of its calls, which decides their ids
+    reasoning_keys   keys under which the reasoning is sent; without any it is left out
     """
 
     def __init__(
-        self, parser: OutputParser, tools: ToolSet | None, call_format: CallFormat
+        self,
+        parser: OutputParser,
+        tools: ToolSet | None,
+        call_format: CallFormat,
+        reasoning_keys: Collection[str] = REASONING_KEYS,
     ) -> None:
         self._parser = parser
+        self._reasoning_keys = reasoning_keys
         self._call_format = call_format
         self._call_finish_reason = "stop" if tools is None else tools.finish_reason
         # OpenAI's content is null, not "", in a message that only calls tools.
@@ -70,7 +76,7 @@ class ChatChoice:
         content = "".join(texts) or self._empty_content
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
-            message |= dict.fromkeys(REASONING_KEYS, "".join(reasoning))
+            message |= dict.fromkeys(self._reasoning_keys, "".join(reasoning))
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, engine_reason: str | None) -> str | None:
@@ -100,6 +106,8 @@ class ChatChoice:
             events += parser.flush()
         deltas = []
         for event in events:
+            if isinstance(event, ReasoningPiece) and not self._reasoning_keys:
+                continue
             index += isinstance(event, CallStart)
             deltas.append(self._encode_event(index, event))
         if not deltas and self._empty_content is not None and not is_last:
@@ -109,7 +117,7 @@ class ChatChoice:
     def _encode_event(self, index: int, event: OutputEvent) -> str:
         match event:
             case ReasoningPiece(text):
-                return json.dumps(dict.fromkeys(REASONING_KEYS, text), separators=(",", ":"))
+                return json.dumps(dict.fromkeys(self._reasoning_keys, text), separators=(",", ":"))
             case TextPiece(text):
                 return f'{{"content":{json.dumps(text)}}}'
             case CallStart(name):

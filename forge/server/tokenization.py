@@ -3,7 +3,7 @@
 Owns the bodies of /tokenize, /detokenize and /tokenizer_info. Knows no step. The ids are equal to
 those that /v1/completions makes of the same prompt, or /v1/chat/completions of the same messages.
 
-    {"prompt": "ab"} ──► /tokenize   ──► {"tokens": [98, 99], "count": 2, "max_model_len": 8192, ...}
+    {"prompt": "ab"} ──► /tokenize   ──► {"tokens": [98, 99], "count": 2, "max_model_len": 64, ...}
     {"tokens": [98]} ──► /detokenize ──► {"prompt": "a"}
 
 A prompt may have a million tokens. A thread makes and writes them in parts, so that the event loop

@@ -43,6 +43,9 @@ FOREIGN = {
     "LiteLLM": "anthropic/hash hosted_vllm/hash openai/hash text-completion-openai/hash",
     "instructor": "MD_JSON create_iterable",
     "openai-agents": "ModelBehaviorError",
+    "HuggingFace": "Qwen/Qwen3-0.6B models/Qwen3-0.6B",
+    "LiteLLM": "hosted_vllm/ hosted_vllm/hash openai/ text-completion-openai/hash",
+    "llm": "extra-openai-models.yaml",
     "vLLM": "wake_up",
     "W3C": "tracestate",
     "OpenTelemetry": "OTEL_SERVICE_NAME OTEL_RESOURCE_ATTRIBUTES OTEL_TRACES_SAMPLER "

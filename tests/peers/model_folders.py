@@ -37,6 +37,8 @@ QWEN_ADDED = (
     *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>"),
     *("<think>", "</think>"),
 )
+# The template begins the reasoning: made-up weights would seldom do so.
+OPENED_REASONING = r"{%- else %}{{- '<think>\n' }}"
 HIDDEN_SIZE = 64
 MAX_MODEL_LEN = 32768
 
@@ -136,7 +138,10 @@ def write_model_folder(name: str, folder: Path) -> None:
     if name == "qwen-thinking":
         likely += REASONING_END
     template = "zephyr.jinja" if name == "mistral" else "chatml.jinja"
-    tokenizer.chat_template = (Path(__file__).parent / template).read_text("utf-8")
+    text = (Path(__file__).parent / template).read_text("utf-8")
+    if name == "qwen-thinking":
+        text = text.replace("{#- opening -#}", OPENED_REASONING)
+    tokenizer.chat_template = text
     tokenizer.save_pretrained(folder)
     draw_weights(tokenizer, likely).save_pretrained(folder)
     # Written last, so that a folder that was cut short is written again.

@@ -112,9 +112,11 @@ def vllm_source() -> Path:
         print(f"downloading {VLLM}", flush=True)
         # pip reads the archive's metadata, for which vLLM's setup.py runs. "empty": no kernels.
         subprocess.run(
-            [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-            + ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
-            + ["--dest", scratch, "-r", str(pinned)],
+            [
+                *(str(PYTHON), "-m", "pip", "--disable-pip-version-check", "download", "--quiet"),
+                *("--no-deps", "--no-binary", ":all:", "--no-build-isolation"),
+                *("--require-hashes", "--dest", scratch, "-r", str(pinned)),
+            ],
             env=os.environ | {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"},
             check=True,
         )

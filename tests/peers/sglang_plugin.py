@@ -111,7 +111,7 @@ def ignore_call(*_: object, **__: object) -> None:
 
 
 class NamesOfModels(types.ModuleType):
-    """A module that has a name for any model that a test asks for."""
+    """A module that has a name for any model that a test imports."""
 
     def __getattr__(self, name: str) -> str:
         if not name.isupper():
@@ -144,9 +144,7 @@ add_module("sglang.srt.sampling.custom_logit_processor", CustomLogitProcessor=Cu
 add_module("sglang.srt.utils", kill_process_tree=kill_process_tree, load_audio=ignore_call)
 add_module("sglang.srt.utils.hf_transformers_utils", get_tokenizer=load_tokenizer)
 add_module("sglang.test.ci.ci_register", register_amd_ci=ignore_call, register_cuda_ci=ignore_call)
-add_module(
-    "sglang.srt.entrypoints.anthropic.protocol", AnthropicMessagesRequest=None
-)
+add_module("sglang.srt.entrypoints.anthropic.protocol", AnthropicMessagesRequest=None)
 add_module("sglang.srt.entrypoints.anthropic.serving", AnthropicServing=None)
 add_module("sglang.test.runners", TEST_RERANK_QUERY_DOCS=[])
 add_module(

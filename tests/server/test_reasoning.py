@@ -225,6 +225,18 @@ def test_a_chat_has_reasoning_apart_from_its_content(server: RunningServer) -> N
     assert (reasoning_of(parts), message_of(parts)["content"]) == ("Why é?", "So.")
 
 
+def test_reasoning_is_left_out_where_that_is_requested(server: RunningServer) -> None:
+    body = set_script(server, "<think>\nWhy é?\n</think>\n\nSo.", tools=None)
+    body["include_reasoning"] = False
+    answer = server.post(PATH, **body).json()
+    message = answer["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "So.", "refusal": None}
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    (parts,) = stream_choices(server, **body).values()
+    assert (reasoning_of(parts), message_of(parts)["content"]) == ("", "So.")
+    assert all("reasoning" not in part["delta"] for part in parts)
+
+
 def test_a_chat_without_reasoning_has_no_key_of_it(server: RunningServer) -> None:
     body = set_script(server, "So.", tools=None)
     answer = server.post(PATH, **body).json()
