@@ -12,6 +12,7 @@ whole ASCII words. In a structure it tends to close what it has opened, so that 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -154,3 +155,13 @@ def model_folder(name: str, folders: Path) -> Path:
     if not (folder / "complete.json").is_file():
         write_model_folder(name, folder)
     return folder
+
+
+def main() -> None:
+    """Write the models that are missing in the folder of the first argument."""
+    for name in ("qwen", "qwen-thinking", "mistral"):
+        model_folder(name, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

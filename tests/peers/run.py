@@ -152,7 +152,8 @@ def source_sha256(folder: Path) -> str:
 
 def run_tests(peer: Peer, source: Path, files: Sequence[str]) -> dict[str, str]:
     """Run the tests and return their outcomes, by id."""
-    (FOLDER / "models").mkdir(exist_ok=True)
+    models = FOLDER / "models"
+    subprocess.run([str(PYTHON), str(HERE / "model_folders.py"), str(models)], check=True)
     with tempfile.TemporaryDirectory() as scratch:
         lines = Path(scratch) / "outcomes.jsonl"
         command = [
@@ -164,7 +165,7 @@ def run_tests(peer: Peer, source: Path, files: Sequence[str]) -> dict[str, str]:
             **{name: text for name, text in os.environ.items() if not name.startswith("FORGE_")},
             "PYTHONPATH": os.pathsep.join([str(HERE), str(source)]),
             "FORGE_PEERS_ROOT": str(ROOT),
-            "FORGE_PEERS_MODELS": str(FOLDER / "models"),
+            "FORGE_PEERS_MODELS": str(models),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",

@@ -10,6 +10,7 @@ classes of vLLM and is left out.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -195,13 +196,16 @@ def load_tokenizer(name: str | None = None, *_: object, **options: Any) -> Any:
     return read_tokenizer(folder_of(str(name), thinking=False))
 
 
-def create_model_config(model: str, **options: Any) -> vllm.config.ModelConfig:
-    """Return vLLM's configuration of the model that stands for the name's."""
-    return model_config_type(model=str(folder_of(model, thinking=False)), **options)
+initialise_model_config = vllm.config.ModelConfig.__init__
 
 
-model_config_type = vllm.config.ModelConfig
-vllm.config.ModelConfig = create_model_config
+@functools.wraps(initialise_model_config)
+def initialise_with_folder(config: Any, *, model: str, **options: Any) -> None:
+    """Read vLLM's configuration of the folder that stands for the model's name."""
+    initialise_model_config(config, model=str(folder_of(model, thinking=False)), **options)
+
+
+vllm.config.ModelConfig.__init__ = initialise_with_folder
 read_tokenizer = transformers.AutoTokenizer.from_pretrained
 transformers.AutoTokenizer.from_pretrained = load_tokenizer
 vllm.tokenizers.get_tokenizer = load_tokenizer
