@@ -38,7 +38,7 @@ QWEN_ADDED = (
     *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>"),
     *("<think>", "</think>"),
 )
-# The template begins the reasoning: made-up weights would seldom do so.
+# The template begins the reasoning: made-up weights would rarely do so.
 OPENED_REASONING = r"{%- else %}{{- '<think>\n' }}"
 HIDDEN_SIZE = 64
 MAX_MODEL_LEN = 32768

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from expected import FAILS, NOT_APPLICABLE, PASSES, find_expected, read_expected
 
-OUTCOMES = {"passed": PASSES, "failed": FAILS, "skipped": FAILS}
+OUTCOMES = {"passed": PASSES, "failed": FAILS}
 
 
 class ResultWriter:
@@ -21,9 +21,9 @@ class ResultWriter:
         self._path = path
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed:
+        if report.skipped or (report.when != "call" and report.passed):
             return
-        text = report.longreprtext if report.failed else str(report.longrepr or "")
+        text = report.longreprtext
         errors = [line for line in text.splitlines() if line.startswith("E ")][:3]
         self.write(report.nodeid, OUTCOMES[report.outcome], " ".join(errors) or text[-300:])
 
