@@ -79,11 +79,14 @@ PEERS = {
     "sglang": Peer(
         "sglang",
         "commit 3c69a4c744525be0146629fc5933e3ddab609fb2",
-        ("test/registered/openai_server", "test/manual/openai_server"),
+        (
+            "test/registered/openai_server/basic/test_openai_server.py",
+            "test/registered/openai_server/basic/test_serving_transcription.py",
+        ),
     ),
 }
 # Of the files above and of the parts of sglang.test.kits that they import, by `source_sha256`.
-SGLANG_SHA256 = "978151c493e98409710096d6887b0f5dad8829635473679160fd574b5a10812c"
+SGLANG_SHA256 = "756dd9ac09a69a628dfc1cbbe3229e45d383eb09dfec533b9fd301c81c7c8b8f"
 
 
 def install() -> None:
@@ -146,9 +149,9 @@ def sglang_source(folder: Path) -> Path:
 
 def source_sha256(folder: Path) -> str:
     """Return the hash of SGLang's tests in the folder."""
-    parts = [*PEERS["sglang"].files, "python/sglang/test/kits"]
+    kits = (folder / "python/sglang/test/kits").rglob("*.py")
     digest = hashlib.sha256()
-    for path in sorted(each for part in parts for each in (folder / part).rglob("*.py")):
+    for path in sorted([*kits, *(folder / file for file in PEERS["sglang"].files)]):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
     return digest.hexdigest()
