@@ -223,7 +223,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", help="files or folders of tests (default: all)")
     parser.add_argument("--sglang-source", type=Path, help="a checkout of SGLang")
     parser.add_argument("--write-page", action="store_true", help="write the table of the page")
-    options = parser.parse_args(words)
+    options = parser.parse_intermixed_args(words)
     peer = PEERS[options.peer]
     expected = read_list(HERE / f"{peer.name}.toml")
     faults = find_faults(expected, ROOT)
@@ -232,6 +232,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     if peer.name == "sglang" and options.sglang_source is None:
         parser.error("sglang needs --sglang-source: no registry has an archive of its tests")
+    if options.write_page and options.files:
+        parser.error("--write-page writes the totals of all files: name none")
     FOLDER.mkdir(exist_ok=True)
     install()
     source = vllm_source() if peer.name == "vllm" else sglang_source(options.sglang_source)
