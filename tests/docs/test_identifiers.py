@@ -46,7 +46,8 @@ FOREIGN = {
     "HuggingFace": "Qwen/Qwen3-0.6B models/Qwen3-0.6B",
     "LiteLLM": "hosted_vllm/ hosted_vllm/hash openai/ text-completion-openai/hash",
     "llm": "extra-openai-models.yaml",
-    "vLLM": "wake_up",
+    "vLLM": "wake_up logprob_token_ids tests/tool_use",
+    "SGLang": "ebnf",
     "W3C": "tracestate",
     "OpenTelemetry": "OTEL_SERVICE_NAME OTEL_RESOURCE_ATTRIBUTES OTEL_TRACES_SAMPLER "
     "OTEL_EXPORTER_OTLP_HEADERS",

@@ -65,7 +65,6 @@ PEERS = {
         (
             "tests/entrypoints/openai/chat_completion",
             "tests/entrypoints/openai/completion/test_completion.py",
-            "tests/entrypoints/openai/completion/test_completion_with_prompt_embeds.py",
             "tests/entrypoints/openai/completion/test_prompt_validation.py",
             "tests/entrypoints/openai/models",
             "tests/entrypoints/openai/test_chunked_prompt.py",
@@ -79,14 +78,11 @@ PEERS = {
     "sglang": Peer(
         "sglang",
         "commit 3c69a4c744525be0146629fc5933e3ddab609fb2",
-        (
-            "test/registered/openai_server/basic/test_openai_server.py",
-            "test/registered/openai_server/basic/test_serving_transcription.py",
-        ),
+        ("test/registered/openai_server/basic/test_openai_server.py",),
     ),
 }
-# Of the files above and of the parts of sglang.test.kits that they import, by `source_sha256`.
-SGLANG_SHA256 = "756dd9ac09a69a628dfc1cbbe3229e45d383eb09dfec533b9fd301c81c7c8b8f"
+# Of the files above and of sglang.test.kits, by `source_sha256`.
+SGLANG_SHA256 = "4f252f3912abafdcbe727040d142b574d8db683918b74ead6f8e431b4126620c"
 
 
 def install() -> None:
