@@ -185,21 +185,23 @@ def run_tests(peer: Peer, source: Path, files: Sequence[str]) -> dict[str, str]:
 
 
 def table(totals: Sequence[Total]) -> str:
-    """Return the totals as a table in Markdown, a row for each file and one for all."""
-    rows = ["| file | pass | fail | not applicable |", "|---|---:|---:|---:|"]
+    """Return the totals as a table, a row for each file and one for all."""
     whole = Total("all", *(sum(column) for column in list(zip(*totals, strict=True))[1:]))
-    rows += [
-        f"| {each.file} | {each.passes} | {each.fails} | {each.not_applicable} |"
+    width = max(len(each.file) for each in totals)
+    lines = [f"{'file':{width}}  pass  fail  not applicable"]
+    lines += [
+        f"{each.file:{width}}  {each.passes:4}  {each.fails:4}  {each.not_applicable:14}"
         for each in [*totals, whole]
     ]
-    return "\n".join(rows) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def write_table(peer: Peer, totals: Sequence[Total]) -> None:
-    """Replace the peer's table on the page: it follows the heading of the peer's name."""
+    """Replace the peer's table on the page: the block after the heading of the peer's name."""
     text = PAGE.read_text("utf-8")
-    start = text.index("| file |", text.index(f"\n### {peer.name} "))
-    end = text.index("\n\n", start) + 1
+    opening = "```text\n"
+    start = text.index(opening, text.index(f"\n### {peer.name} ")) + len(opening)
+    end = text.index("```", start)
     PAGE.write_text(text[:start] + table(totals) + text[end:], "utf-8")
 
 
