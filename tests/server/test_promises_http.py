@@ -506,10 +506,15 @@ CHUNKS = {"/v1/completions": "Completion", "/v1/chat/completions": "chat.ChatCom
 """The official types: names in `openai.types`."""
 
 
+VLLM_NULLS = {"prompt_token_ids": None, "prompt_logprobs": None, "token_ids": None}
+"""Fields of vLLM, which are null in a whole response that has none of them."""
+
+
 def unknown_fields(value: object) -> list[str]:
-    """Return names that the official types do not have, at any depth."""
+    """Return names that neither the official types nor vLLM's nulls have, at any depth."""
     if isinstance(value, pydantic.BaseModel):
-        own = list(value.model_extra or ())
+        extra = (value.model_extra or {}).items()
+        own = [name for name, each in extra if VLLM_NULLS.get(name, ...) is not each]
         return own + [name for each in dict(value).values() for name in unknown_fields(each)]
     if isinstance(value, list | tuple):
         return [name for each in value for name in unknown_fields(each)]
