@@ -19,6 +19,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
+# uv installs in seconds what takes pip a minute. It knows none of pip's settings, so where it fails, as behind an
+# index that only pip is told of, pip installs. Torch is pip's to install: its settings choose a build.
+#   $(call install,.venv,--editable .)
+install = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) 2>/dev/null \
+  || $(1)/bin/python -m pip --disable-pip-version-check install --quiet $(2)
+comma := ,
+
 # Their quick tests reach every line and branch of the core. `make test` runs these and many more,
 # which look for what goes wrong there and reach nothing else.
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
@@ -162,26 +169,29 @@ $(VENV)/made.stamp:
 	"$(PYTHON)" -m venv $(VENV)
 	@touch $@
 
-$(VENV)/core.stamp: pyproject.toml | $(VENV)/made.stamp
+$(BIN)/uv: | $(VENV)/made.stamp
+	-$(PIP) install --quiet -c constraints/newest.txt uv
+
+$(VENV)/core.stamp: pyproject.toml | $(BIN)/uv
 	@echo "Installing forge and its server into $(VENV), once."
-	$(PIP) install --quiet -c constraints/newest.txt --editable .
+	$(call install,$(VENV),-c constraints/newest.txt --editable .)
 	@touch $@
 
-$(VENV)/dev.stamp: pyproject.toml | $(VENV)/made.stamp
+$(VENV)/dev.stamp: pyproject.toml | $(BIN)/uv
 	@echo "Installing forge, its server and the test tools into $(VENV), once."
-	$(PIP) install --quiet -c constraints/newest.txt --editable '.[dev]'
+	$(call install,$(VENV),-c constraints/newest.txt --editable '.[dev]')
 	@touch $(VENV)/core.stamp $@
 
-$(VENV)/plot.stamp: pyproject.toml | $(VENV)/made.stamp
+$(VENV)/plot.stamp: pyproject.toml | $(BIN)/uv
 	@echo "Installing forge, its server and matplotlib into $(VENV), once."
-	$(PIP) install --quiet -c constraints/newest.txt --editable '.[plot]'
+	$(call install,$(VENV),-c constraints/newest.txt --editable '.[plot]')
 	@touch $(VENV)/core.stamp $@
 
 # Apart from the rest: what it needs must not change the versions that the tests run with.
-$(VENV)/fuzz.stamp: | $(VENV)/made.stamp
+$(VENV)/fuzz.stamp: | $(BIN)/uv
 	@echo "Installing Schemathesis into $(VENV)/fuzz, once."
 	$(BIN)/python -m venv $(VENV)/fuzz
-	$(VENV)/fuzz/bin/python -m pip --disable-pip-version-check install --quiet "schemathesis>=4.30,<5"
+	$(call install,$(VENV)/fuzz,"schemathesis>=4.30$(comma)<5")
 	@touch $@
 
 # The generator of the site, with all that it needs, in an environment that needs no pip of its own.
@@ -192,16 +202,16 @@ $(VENV)/site.stamp: constraints/site.txt | $(VENV)/made.stamp
 	@touch $@
 
 # Apart from the rest too: Ray brings fifty packages.
-$(VENV)/ray.stamp: pyproject.toml | $(VENV)/made.stamp
+$(VENV)/ray.stamp: pyproject.toml | $(BIN)/uv
 	@echo "Installing Ray, forge and the test tools into $(VENV)/ray, once."
 	$(BIN)/python -m venv $(VENV)/ray
-	$(VENV)/ray/bin/python -m pip --disable-pip-version-check install --quiet -c constraints/newest.txt --editable '.[dev,ray]'
+	$(call install,$(VENV)/ray,-c constraints/newest.txt --editable '.[dev$(comma)ray]')
 	@touch $@
 
-$(VENV)/torch.stamp: pyproject.toml | $(VENV)/made.stamp
+$(VENV)/torch.stamp: pyproject.toml | $(BIN)/uv
 	@echo "Installing $(TORCH), transformers, forge and the test tools into $(VENV), once."
 	$(PIP) install --quiet --no-compile -c constraints/newest.txt $(foreach each,$(TORCH),'$(each)')
-	$(PIP) install --quiet --no-compile -c constraints/newest.txt --editable '.[dev,hf]'
+	$(call install,$(VENV),-c constraints/newest.txt --editable '.[dev$(comma)hf]')
 	@# Compiles what these import, once. Otherwise each worker of the tests would.
 	$(BIN)/python -c "import forge.models.hf"
 	@touch $(VENV)/core.stamp $(VENV)/dev.stamp $@
