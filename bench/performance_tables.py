@@ -120,7 +120,7 @@ def level_table(levels: Sequence[Mapping[str, Any]]) -> list[str]:
     first = f"streams, {' / '.join(NAMES.get(name, name) for name in engines)}"
     ratio = [RATIO] if has_both_engines(engines) else []
     return format_table(
-        [first, "TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "tok/s", *ratio], rows
+        [first, "TTFT p50, ms", "TPOT p50, ms", "TPOT p99, ms", "tok/s", *ratio], rows
     )
 
 

@@ -29,10 +29,15 @@ FIGURES: Mapping[str, str] = {
     "tok_s": "tok/s",
     "ttft_p50": "TTFT p50, ms",
     "ttft_p99": "TTFT p99, ms",
-    "itl_p50": "ITL p50, ms",
-    "itl_p99": "ITL p99, ms",
+    "itl_p50": "TPOT p50, ms",
+    "itl_p99": "TPOT p99, ms",
+    "gap_p50": "ITL p50, ms",
+    "gap_p99": "ITL p99, ms",
 }
-"""Figures of a cell that are compared, with their labels. Offline cells have the first alone."""
+"""Figures of a cell that are compared, with their labels. Offline cells have the first alone.
+
+In a record `itl` is the mean time between the tokens of a request (TPOT), `gap` one wait (ITL).
+"""
 
 
 class SummaryRow(NamedTuple):
@@ -47,6 +52,7 @@ class SummaryRow(NamedTuple):
 SUMMARY_ROWS = (
     SummaryRow("h200-served-4b-30s", "qwen3-4b", "served25_30s", "ttft_p50"),
     SummaryRow("h200-served-4b-30s", "qwen3-4b", "served25_30s", "itl_p99"),
+    SummaryRow("h200-served-4b-30s", "qwen3-4b", "served25_30s", "gap_p99"),
     SummaryRow("h200-budget-8b", "llama-3.1-8b", "greedy256", "tok_s"),
     SummaryRow("h200-budget-8b", "llama-3.1-8b", "chat300", "tok_s"),
     SummaryRow("h200-budget-8b", "llama-3.1-8b", "long16", "tok_s"),

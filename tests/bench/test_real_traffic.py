@@ -464,7 +464,7 @@ def test_the_table_has_both_engines_with_their_spreads_and_the_ratio(
         "| the cell top_p64, tok/s | 1,000 (900 to 1,100) | 1,250 (1,125 to 1,375) | 1.25x |",
         "| the cell served25, tok/s | 500 (450 to 550) | 500 (450 to 550) | 1.00x |",
         "| the cell served25, TTFT p50, ms | 40 (36 to 44) | 20 (18 to 22) | 2.00x |",
-        "| the cell served25, ITL p50, ms | 8 (7.2 to 8.8) | 10 (9 to 11) | 0.80x |",
+        "| the cell served25, TPOT p50, ms | 8 (7.2 to 8.8) | 10 (9 to 11) | 0.80x |",
         "| the cell json64, tok/s | - | 100 (90 to 110) | - |",
     ]
 
