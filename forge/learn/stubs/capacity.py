@@ -6,7 +6,8 @@ time to the first token, and the mean time between tokens. Both grow with the ra
 highest rate, between 0.5 and 100 requests a second, at which neither is above its limit. 5 % are
 close enough; a simulation is dear, so there are 14 of them.
 
-The check draws GPUs, models, lengths and limits. An example of the command that it runs:
+The check draws GPUs, models, lengths and limits. Its GPUs are simulated: on a real one, half
+precision needs compute capability 9.0. An example of the command that it runs:
 
     forge sim --cost roofline:rtx-4090,qwen3-4b --depth 2 --rate 8 --requests 60 \\
         --prompt 100-900 --output 64-192 --num-blocks 4500 --max-num-batched-tokens 512
