@@ -29,9 +29,9 @@ class Picture(NamedTuple):
 
 
 PICTURES = (
-    Picture("film.png", "thrash", "at=491&seq=15", (1100, 760)),
-    Picture("film-two.png", "two", "at=13&seq=1", (700, 480), (DARK,)),
-    Picture("film-versus.png", "budget", "at=48&seq=4", (1100, 520)),
+    Picture("film.png", "thrash", "at=491&seq=15", (1100, 1075)),
+    Picture("film-two.png", "two", "at=13&seq=1", (700, 890), (DARK,)),
+    Picture("film-versus.png", "budget", "at=48&seq=4", (1100, 1250)),
 )
 
 
