@@ -86,9 +86,6 @@ def _find_file(folder: Path, name: str) -> str:
     problem = None
     try:
         path = (folder / name).resolve()
-    except (OSError, ValueError, RuntimeError):  # such as a loop of links
-        problem = "there is no such file"
-    else:
         # Before anything is said of the file: outside of the folder its existence is a secret.
         if Path(name).is_absolute() or not path.is_relative_to(folder):
             problem = "it is not in the folder of weights"
@@ -96,8 +93,13 @@ def _find_file(folder: Path, name: str) -> str:
             problem = f"it is not a {SUFFIX} file"
         elif not path.is_file():
             problem = "there is no such file"
+    except (OSError, ValueError, RuntimeError):  # a loop of links, or a name that is too long
+        problem = "there is no such file"
     if problem is not None:
+        escaped_name = name[:128].encode("unicode_escape").decode()
         raise InvalidWeights(
-            name[:128] or "files", problem, "Name a file relative to the folder of --weights-folder"
+            escaped_name or "files",
+            problem,
+            "Name a file relative to the folder of --weights-folder",
         )
     return str(path)

@@ -375,9 +375,13 @@ def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
         "../weights-other/model.safetensors",
         "step/model.safetensors\0",
         "a" * 5000,
+        "a" * 300 + ".safetensors",
+        "a\n\x1b[2J.safetensors",
+        "é.pt",
     ):
-        with pytest.raises(InvalidWeights, match="Name a file relative"):
+        with pytest.raises(InvalidWeights, match="Name a file relative") as error:
             access.find_files([name])
+        assert str(error.value).isascii() and str(error.value).isprintable()
     with pytest.raises(InvalidWeights, match="Give 1 to 256"):
         access.find_files([])
     with pytest.raises(InvalidWeights, match="no folder of weights"):
