@@ -16,6 +16,7 @@ from forge.server.app import create_app
 from forge.server.http_server import create_listener
 from forge.server.tenants import tenant_name, tenant_salt
 from forge.tokenizer import Tokenizer
+from forge.trainer_access import TrainerAccess
 from tests.server.http_wire import KEY, Address
 from tests.server.local_server import TIMEOUT_S, ManualClockLoop, serve_app, wait_until
 
@@ -107,7 +108,12 @@ class AuditedServer:
 
 @contextmanager
 def open_audited_server(
-    model: str, *, limits: Limits | None = None, tokenizer: Tokenizer | None = None, **options: Any
+    model: str,
+    *,
+    limits: Limits | None = None,
+    tokenizer: Tokenizer | None = None,
+    trainer_access: TrainerAccess | None = None,
+    **options: Any,
 ) -> Iterator[AuditedServer]:
     """Serve on a free port until the end of the block."""
     llm = AsyncLLM(model, **options)
@@ -115,7 +121,13 @@ def open_audited_server(
     limits = limits or Limits()
     clock = ManualClockLoop()
     with create_listener("127.0.0.1", 0, (KEY,)) as socket_:
-        app = create_app(llm, served_model_name="hash", api_keys=(KEY,), limits=limits)
+        app = create_app(
+            llm,
+            served_model_name="hash",
+            api_keys=(KEY,),
+            limits=limits,
+            trainer_access=trainer_access,
+        )
         with serve_app(llm, app, socket_, limits, clock) as (url, client):
             client.headers["authorization"] = f"Bearer {KEY}"
             yield AuditedServer(llm, ("127.0.0.1", httpx.URL(url).port or 80), client, clock)

@@ -2,123 +2,27 @@
 
     good body ──► 1 to 4 mutations of the value ──► JSON ──► sometimes: of its text, of its bytes
 
-`fuzz_body(seed, index)` is one body, equal on any machine, so that a finding is two numbers.
+`fuzz_body(seed, index, routes)` is one body, equal on any machine, so that a finding is two numbers
+and a table of routes: CLIENT_ROUTES or OPERATOR_ROUTES of good_bodies.py. fuzz_runs.py sends them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
-from tests.server.http_wire import Address, PersistentConnection, WireResponse, build_post
+from tests.server.good_bodies import (
+    GOOD,
+    OUTPUT_CONSTRAINTS,
+    QUERY_ROUTES,
+    REQUIRED_FIELDS,
+    SAMPLING,
+    TOOL_ONLY_FIELDS,
+)
 
-COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
-REFUSALS = {400, 404, 413}
-"""Statuses other than 200 that a body alone may cause."""
-
-SAMPLING: dict[str, Any] = {
-    "model": "hash",
-    "max_tokens": 2,
-    "min_tokens": 0,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "top_k": 5,
-    "min_p": 0.1,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "logit_bias": {"5": -1.5, "7": 3},
-    "allowed_token_ids": [5, 6, 7, 98],
-    "seed": 7,
-    "stop": ["end", "\n\n"],
-    "stop_token_ids": [9],
-    "ignore_eos": True,
-    "priority": 1,
-    "cache_salt": "salt",
-    "user": "somebody",
-    "request_id": "r-1",
-    "return_timings": True,
-    "metadata": {"a": "b"},
-    "add_special_tokens": True,
-}
-STREAMED: dict[str, Any] = {
-    "n": 2,
-    "stream": True,
-    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "string", "pattern": "^[b-d]{1,3}$"},
-        "e": {"$ref": "#/$defs/f"},
-        "g": {"anyOf": [{"const": None}, {"enum": ["h", 1]}]},
-    },
-    "required": ["a"],
-    "additionalProperties": False,
-    "$defs": {"f": {"type": "array", "items": {"minimum": 0}, "maxItems": 2}},
-}
-STRUCTURES: dict[str, Any] = {
-    "response_format": {
-        "type": "json_schema",
-        "json_schema": {"name": "i", "description": "j", "strict": True, "schema": SCHEMA},
-    },
-    "regex": "(red|green)( [^a-z]{1,3})?",
-    "grammar": 'start: word (" " word)*\nword: /[a-c]+/ | "d" | %json {"type": "integer"}',
-}
-CALL: dict[str, Any] = {"name": "k", "arguments": '{"a": "b", "e": [1]}'}
-TOOLS: dict[str, Any] = {
-    "tools": [
-        {
-            "type": "function",
-            "function": {"name": "k", "description": "l", "strict": True, "parameters": SCHEMA},
-        },
-        {"type": "function", "function": {"name": "m", "parameters": {}}},
-    ],
-    "tool_choice": {"type": "function", "function": {"name": "k"}},
-    "parallel_tool_calls": False,
-}
-MESSAGES: list[Any] = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"},
-    {"role": "assistant", "content": "c", "tool_calls": []},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "e", "type": "function", "function": CALL}],
-    },
-    {"role": "tool", "content": "d", "tool_call_id": "e"},
-]
-GENERATION_FIELDS: dict[str, Any] = {**SAMPLING, **STREAMED, **STRUCTURES}
-GOOD: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **GENERATION_FIELDS},
-    CHAT: {
-        "messages": MESSAGES,
-        "logprobs": True,
-        "top_logprobs": 1,
-        "max_completion_tokens": 64,
-        "chat_template_kwargs": {"enable_thinking": False},
-        "continue_final_message": False,
-        "add_generation_prompt": True,
-        **GENERATION_FIELDS,
-        **TOOLS,
-        "max_tokens": 64,  # enough for a call
-    },
-    GENERATE: {"prompt": "abc", **SAMPLING, **STRUCTURES},
-    "/tokenize": {"model": "hash", "prompt": "abc", "add_special_tokens": True},
-    "/detokenize": {"model": "hash", "tokens": [98, 99, 100]},
-}
-REQUIRED_FIELDS = ("model", "prompt", "messages", "tokens", "max_tokens")
-OUTPUT_CONSTRAINTS = (*STRUCTURES, "tools")
-"""Keys, of which a response has one."""
-TOOL_ONLY_FIELDS = ("tool_choice", "parallel_tool_calls")
-"""Fields without effect where there are no tools."""
-WEIGHTS = {COMPLETIONS: 4, CHAT: 4, GENERATE: 3, "/tokenize": 1, "/detokenize": 1}
 FOREIGN_NAMES = [
     *("best_of", "suffix", "tools", "tool_choice", "functions", "response_format", "audio"),
     *("prompt_embeds", "guided_json", "kv_transfer_params", "prompt_logprobs", "echo", "n"),
@@ -155,6 +59,8 @@ TEXTS = [
 ]
 MOST_CHARS = 50_000
 """Longest repetition."""
+MAX_QUERY_CHARS = 4_000
+"""Longest query: a longer one is refused as a head that is too large."""
 OTHER_VALUES: list[Any] = [
     None,
     True,
@@ -172,19 +78,21 @@ Mutation = Callable[[Random, Any], Any]
 
 
 class FuzzedBody(NamedTuple):
-    """A damaged body."""
+    """A damaged body, and the path that it is sent to, which may have a query."""
 
     path: str
     body: bytes
 
 
-def fuzz_body(seed: int, index: int) -> FuzzedBody:
-    """Return body number `index` of this seed."""
+def fuzz_body(seed: int, index: int, routes: Mapping[str, int]) -> FuzzedBody:
+    """Return body number `index` of this seed, for one of the routes, which have weights."""
     rng = Random(f"{seed} {index}")
-    path = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    path = rng.choices(list(routes), list(routes.values()))[0]
     value: Any = _choose_fields(rng, GOOD[path])
     for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 2, 4))):
         value = _mutate(rng, value)
+    if path in QUERY_ROUTES:
+        return FuzzedBody(path + _encode_query(value), b"")
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5)
     if rng.random() < 0.1:
         text = rng.choice(TEXT_MUTATIONS)(rng, text)
@@ -193,6 +101,16 @@ def fuzz_body(seed: int, index: int) -> FuzzedBody:
         for _ in range(rng.choice((1, 1, 3))):
             raw = _damage_bytes(rng, raw)
     return FuzzedBody(path, raw)
+
+
+def _encode_query(value: Any) -> str:
+    """Return a query of the fields; of what is no object, the JSON as its only parameter."""
+    fields = value if isinstance(value, dict) else {json.dumps(value): ""}
+    pairs = [
+        (name, each if isinstance(each, str) else json.dumps(each)) for name, each in fields.items()
+    ]
+    query = urlencode(pairs, errors="surrogatepass")[:MAX_QUERY_CHARS]
+    return f"?{query}" if query else ""
 
 
 def _mutate(rng: Random, value: Any) -> Any:
@@ -374,97 +292,3 @@ def _damage_bytes(rng: Random, raw: bytes) -> bytes:
             raw[:position],
         )
     )
-
-
-# Sending.
-
-
-@dataclass(slots=True)
-class BodyFuzzReport:
-    """Results of many bodies.
-
-    faults        responses that no body may have, each with the body's index
-    refused_ms    milliseconds of each refusal
-    """
-
-    faults: list[str] = field(default_factory=list)
-    statuses: Counter[int] = field(default_factory=Counter)
-    codes: Counter[str] = field(default_factory=Counter)
-    refused_ms: list[float] = field(default_factory=list)
-    duration_s: float = 0.0
-
-    def __str__(self) -> str:
-        ordered = sorted(self.refused_ms)
-        p50, p99 = (ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
-        return (
-            f"{self.statuses.total()} bodies in {self.duration_s:.1f} s: {dict(self.statuses)}; "
-            f"refusals: p50 {p50:.1f} ms, p99 {p99:.1f} ms, longest {ordered[-1]:.1f} ms; "
-            f"{dict(self.codes.most_common())}"
-        )
-
-
-async def run_fuzz(address: Address, seed: int, count: int, connections: int) -> BodyFuzzReport:
-    """Send the first `count` bodies of this seed over so many connections."""
-    findings = BodyFuzzReport()
-    indices = iter(range(count))
-    start_s = time.perf_counter()
-
-    async def send() -> None:
-        wire = PersistentConnection(address)
-        for index in indices:
-            path, body = fuzz_body(seed, index)
-            sent_s = time.perf_counter()
-            try:
-                answer = await asyncio.wait_for(wire.send(build_post(path, body)), 60)
-                problem = find_fault(answer)
-            except (OSError, EOFError, ValueError, TimeoutError) as error:
-                await wire.close()
-                findings.faults.append(f"seed {seed} index {index} {path}: {error!r}")
-                continue
-            findings.statuses[answer.status] += 1
-            if answer.status != 200:
-                findings.refused_ms.append((time.perf_counter() - sent_s) * 1e3)
-            if problem is not None:
-                problem = f"{answer.status} {problem}: {answer.body[:200]!r}"
-                findings.faults.append(f"seed {seed} index {index} {path}: {problem}")
-            elif answer.status != 200:
-                findings.codes[answer.json["error"]["code"]] += 1
-        await wire.close()
-
-    await asyncio.gather(*(send() for _ in range(connections)))
-    findings.duration_s = time.perf_counter() - start_s
-    return findings
-
-
-def find_fault(answer: WireResponse) -> str | None:
-    """Return what is wrong with the response to a body, or None."""
-    if answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream"):
-        ends_well = answer.body.endswith(b"data: [DONE]\n\n") and b'"error":' not in answer.body
-        return None if ends_well else "a stream that does not end well"
-    try:
-        found = json.loads(answer.body, parse_constant=_refuse_constant)
-    except ValueError:
-        return "no JSON"
-    if answer.status == 200:
-        return None if isinstance(found, dict) and "error" not in found else "no answer"
-    if answer.status not in REFUSALS:
-        return "a status that no body may cause"
-    return _find_envelope_fault(found)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(name)
-
-
-def _find_envelope_fault(found: Any) -> str | None:
-    error = found.get("error") if isinstance(found, dict) and list(found) == ["error"] else None
-    if not isinstance(error, dict) or list(error) != ["message", "type", "param", "code"]:
-        return "no envelope"
-    message, kind, param, code = error.values()
-    plain = isinstance(message, str) and message.isascii() and message.isprintable()
-    if not plain or not 0 < len(message) <= 512:
-        return "a message that is none"
-    if kind != "invalid_request_error" or not isinstance(code, str) or not code:
-        return "a type or code that is none"
-    has_valid_param = param is None or (isinstance(param, str) and param.isprintable())
-    return None if has_valid_param else "a param that is none"

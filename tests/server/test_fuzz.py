@@ -3,7 +3,8 @@
 The bodies are those of fuzzing.py. A finding has a seed and an index:
 
     from tests.server.fuzzing import fuzz_body
-    print(fuzz_body(seed, index))
+    from tests.server.good_bodies import CLIENT_ROUTES
+    print(fuzz_body(seed, index, CLIENT_ROUTES))
 
 Schemathesis makes requests from /openapi.json, and compares the responses with it too.
 `make test-fuzz` installs Schemathesis in a separate environment and runs all of this.
@@ -14,23 +15,37 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forge.trainer_access import TrainerAccess
 from tests.server.audited_server import SERVER_TIMEOUT_S, AuditedServer, open_audited_server
-from tests.server.fuzzing import (
+from tests.server.fuzz_runs import (
+    ADMIN_KEY,
+    CLIENT_REFUSALS,
+    GOOD_REQUEST,
+    BodyFuzzReport,
+    find_fault,
+    run_fuzz,
+    run_operator_fuzz,
+)
+from tests.server.fuzzing import fuzz_body
+from tests.server.good_bodies import (
+    ANTHROPIC,
     CHAT,
+    CLIENT_ROUTES,
     COMPLETIONS,
     GENERATE,
     MESSAGES,
+    NUM_BLOCKS,
+    RESPONSES,
     TOOLS,
-    find_fault,
-    fuzz_body,
-    run_fuzz,
 )
-from tests.server.http_wire import KEY, WireResponse, build_post, send_request
+from tests.server.http_wire import KEY, Address, WireResponse, send_request
+from tests.server.test_trainers import save_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMATHESIS = ROOT / ".venv" / "fuzz" / "bin" / "schemathesis"
@@ -61,41 +76,53 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/tokenize": [{"prompt": "a"}],
     "/detokenize": [{"tokens": [98]}],
 }
-SMALL = {"num_blocks": 1024, "block_size": 4, "max_model_len": 640, "max_num_seqs": 64}
+SMALL = {"num_blocks": NUM_BLOCKS, "block_size": 4, "max_model_len": 800, "max_num_seqs": 64}
 SEED = 1
 NO_ERRORS = 'forge_requests_total{finish="error"} 0.0'
-GOOD_REQUEST = build_post("/generate", b'{"prompt": "a", "seed": 1}')
 
 
-def check_bodies(count: int, connections: int) -> None:
-    with open_audited_server("hash", **SMALL) as server:
+def check_bodies(
+    run: Callable[[Address], Coroutine[Any, Any, BodyFuzzReport]], folder: Path
+) -> None:
+    """Check that the bodies of the run are served or refused, and that no block or request of them is left."""
+    save_seed(folder / "model.safetensors", 0)  # as at the start
+    access = TrainerAccess(ADMIN_KEY, folder.resolve())
+    with open_audited_server("hash", trainer_access=access, **SMALL) as server:
         before = send_request(server.address, GOOD_REQUEST, SERVER_TIMEOUT_S)
-        findings = asyncio.run(run_fuzz(server.address, SEED, count, connections))
-        print(f"\n{findings}")
-        assert findings.faults == []
-        assert findings.statuses.total() == count
-        assert findings.statuses[200] > count // 20 < findings.statuses[400]
+        report = asyncio.run(run(server.address))
+        print(f"\n{report}")
+        assert report.faults == []
+        assert report.statuses[200] > report.statuses.total() // 20 < report.statuses[400]
         after = send_request(server.address, GOOD_REQUEST, SERVER_TIMEOUT_S)
-        assert after.json == before.json
+        assert after.json["text"] == before.json["text"]
         assert NO_ERRORS in server.metrics_lines()
         server.check_idle()
 
 
 @pytest.mark.long
-def test_no_body_makes_the_server_fail() -> None:
-    check_bodies(200, connections=4)
+def test_no_body_makes_the_server_fail(tmp_path: Path) -> None:
+    check_bodies(lambda address: run_fuzz(address, SEED, 200, 4), tmp_path)
+
+
+@pytest.mark.long
+def test_no_command_of_an_operator_makes_the_server_fail(tmp_path: Path) -> None:
+    check_bodies(lambda address: run_operator_fuzz(address, SEED, 100), tmp_path)
 
 
 @pytest.mark.soak
-def test_a_hundred_thousand_bodies_do_not_make_the_server_fail() -> None:
-    check_bodies(100_000, connections=8)
+def test_a_hundred_thousand_bodies_do_not_make_the_server_fail(tmp_path: Path) -> None:
+    check_bodies(lambda address: run_fuzz(address, SEED, 100_000, 8), tmp_path)
+
+
+@pytest.mark.soak
+def test_ten_thousand_commands_do_not_make_the_server_fail(tmp_path: Path) -> None:
+    check_bodies(lambda address: run_operator_fuzz(address, SEED, 10_000), tmp_path)
 
 
 def test_a_body_is_the_same_whenever_it_is_made() -> None:
-    assert [fuzz_body(3, index) for index in range(50)] == [
-        fuzz_body(3, index) for index in range(50)
-    ]
-    assert len({fuzz_body(3, index).body for index in range(50)}) > 40
+    first, second = ([fuzz_body(3, index, CLIENT_ROUTES) for index in range(50)] for _ in range(2))
+    assert first == second
+    assert len({body for _, body in first}) > 40
 
 
 ENVELOPE = {"message": "a", "type": "invalid_request_error", "param": None, "code": "invalid_json"}
@@ -123,7 +150,53 @@ def test_an_answer_in_another_shape_is_a_finding(
     status: int, body: dict[str, Any], problem: str | None
 ) -> None:
     answer = WireResponse(status, {"content-type": "application/json"}, json.dumps(body).encode())
-    assert find_fault(answer) == problem
+    assert find_fault(COMPLETIONS, answer, CLIENT_REFUSALS) == problem
+
+
+ANTHROPIC_ERROR = {"type": "invalid_request_error", "message": "a"}
+EVENT_STREAM = {"content-type": "text/event-stream"}
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"type": "error", "error": ANTHROPIC_ERROR, "request_id": "a"}, None),
+        ({"error": ENVELOPE}, "no envelope"),
+        ({"type": "error", "error": ENVELOPE, "request_id": "a"}, "no envelope"),
+        (
+            {
+                "type": "error",
+                "error": {**ANTHROPIC_ERROR, "type": "api_error"},
+                "request_id": "a",
+            },
+            "a type or code that is none",
+        ),
+    ],
+)
+def test_an_error_of_messages_in_another_shape_is_a_finding(
+    body: dict[str, Any], problem: str | None
+) -> None:
+    answer = WireResponse(400, {"content-type": "application/json"}, json.dumps(body).encode())
+    assert find_fault(ANTHROPIC, answer, CLIENT_REFUSALS) == problem
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ends_well"),
+    [
+        (CHAT, b"data: {}\n\ndata: [DONE]\n\n", True),
+        (CHAT, b"data: {}\n\n", False),
+        (CHAT, b"data: [DONE]\n\ndata: {}\n\n", False),
+        (CHAT, b'data: {"error":{}}\n\ndata: [DONE]\n\n', False),
+        (RESPONSES, b"event: response.incomplete\ndata: {}\n\n", True),
+        (RESPONSES, b"event: response.failed\ndata: {}\n\n", False),
+        (RESPONSES, b"event: response.completed\ndata: {", False),
+        (ANTHROPIC, b"event: message_stop\ndata: {}\n\n", True),
+        (ANTHROPIC, b"event: error\ndata: {}\n\n", False),
+    ],
+)
+def test_a_stream_that_is_cut_is_a_finding(path: str, body: bytes, ends_well: bool) -> None:
+    found = find_fault(path, WireResponse(200, EVENT_STREAM, body), CLIENT_REFUSALS)
+    assert (found is None) == ends_well
 
 
 @pytest.mark.soak
