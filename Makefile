@@ -57,7 +57,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
 .PHONY: test-long test-all stress tier-seeds reasoning-seeds test-soak test-fuzz test-clients test-peers test-torch test-gpu
-.PHONY: test-oldest test-oldest-apis test-ray resolve model-classes site
+.PHONY: test-oldest test-oldest-apis test-ray resolve model-classes site soak-server
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -128,6 +128,9 @@ test-fuzz: $(VENV)/dev.stamp $(VENV)/fuzz.stamp ## send the server 100,000 damag
 
 test-peers: $(VENV)/core.stamp ## run the server tests of vLLM or SGLang against forge: ARGS=vllm
 	$(BIN)/python -m tests.peers.run $(ARGS)
+
+soak-server: $(VENV)/dev.stamp ## load a server for an hour with streams, leaving clients and hostile requests
+	$(BIN)/python -m tests.soak.run $(ARGS)
 
 test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of its own, against a server
 	$(BIN)/python tests/clients/run.py $(ARGS)

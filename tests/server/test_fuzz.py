@@ -84,7 +84,7 @@ NO_ERRORS = 'forge_requests_total{finish="error"} 0.0'
 def check_bodies(
     run: Callable[[Address], Coroutine[Any, Any, BodyFuzzReport]], folder: Path
 ) -> None:
-    """Check that the bodies of the run are served or refused, and that no block or request of them is left."""
+    """Check that each body of the run is served or refused, and leaves no block in use."""
     save_seed(folder / "model.safetensors", 0)  # as at the start
     access = TrainerAccess(ADMIN_KEY, folder.resolve())
     with open_audited_server("hash", trainer_access=access, **SMALL) as server:

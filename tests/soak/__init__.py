@@ -1,0 +1,1 @@
+"""A soak of a served model: many streams for an hour, with clients that leave and hostile ones."""

@@ -1,0 +1,182 @@
+"""ServerProcess: `forge serve` as a process, with its memory, its processor time and its counters.
+
+Owns the command line and what is read from /proc. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, NamedTuple
+
+import httpx
+
+from tests.server.http_wire import KEY, Address
+from tests.server.local_server import create_client, unexpected_log
+from tests.soak.catalogue import SIZES
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD_KEY = "poppy"
+"""Key of the good clients. The hostile ones have http_wire.KEY, so they are another tenant."""
+EXIT_TIMEOUT_S = 60.0
+WRITE_WARNING = "WARNING asyncio: socket.send() raised exception.\n"
+"""Line of asyncio for the fifth event of one turn to a client that left in that turn."""
+
+
+class MemorySample(NamedTuple):
+    """Proportional set size of the server's processes at a time of the run."""
+
+    at_s: float
+    mib: float
+
+
+class ServerProcess:
+    """A running server."""
+
+    def __init__(
+        self, process: subprocess.Popen[str], url: str, client: httpx.Client, log: IO[str]
+    ) -> None:
+        self.process = process
+        self._log = log
+        self.address: Address = (str(httpx.URL(url).host), int(httpx.URL(url).port or 80))
+        self._client = client
+
+    def pids(self) -> list[int]:
+        """Return the ids of the server's process and of all that it started."""
+        return process_tree(self.process.pid)
+
+    def memory_mib(self) -> float:
+        """Return the proportional set size of all processes."""
+        return sum(map(pss_mib, self.pids()))
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds of the processes that run."""
+        return sum(map(process_cpu_s, self.pids()))
+
+    def counters(self) -> dict[str, float]:
+        """Return the values of /metrics, by name and labels."""
+        return parse_metrics(self._client.get("/metrics").text)
+
+    def num_open_requests(self) -> int:
+        """Return the requests that the server has open."""
+        return int(self._client.get("/load").json()["server_load"])
+
+    def stop(self) -> tuple[int, str, int]:
+        """End the server as an operator does.
+
+        Return its exit status, what is odd in its log, and how often WRITE_WARNING was there.
+        """
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(EXIT_TIMEOUT_S)
+        self._log.seek(0)
+        log = unexpected_log(self._log.read())
+        return status, log.replace(WRITE_WARNING, ""), log.count(WRITE_WARNING)
+
+
+def process_tree(pid: int) -> list[int]:
+    """Return the process and those that it has started, which still run."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [child for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return [pid]
+    return [pid, *(each for child in children for each in process_tree(int(child)))]
+
+
+def pss_mib(pid: int) -> float:
+    """Return the proportional set size of a process; 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+def process_cpu_s(pid: int) -> float:
+    """Return the processor seconds of a process; 0 once it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Return the values of an exposition of Prometheus, by name and labels."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+@contextmanager
+def serve_in_process(step_ms: float) -> Iterator[ServerProcess]:
+    """Run `forge serve hash` until the end of the block."""
+    words = [
+        *(f"hash:step_ms={step_ms:g}", "--port=0", "--served-model-name=hash"),
+        *(f"--api-key={KEY}", f"--api-key={GOOD_KEY}", "--admin-key=admin"),
+        *("--read-timeout=5", "--response-store-mib=4", "--drain-timeout=30"),
+        *(f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()),
+    ]
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
+    # The log is a file: a pipe that is full would stop the server.
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "forge", "serve", *words],
+            cwd=ROOT,
+            env=outer,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            url = next(line.split()[1] for line in process.stdout if line.startswith("address"))
+            with create_client(url) as client:
+                client.headers["authorization"] = f"Bearer {GOOD_KEY}"
+                yield ServerProcess(process, url, client, log)
+        finally:
+            process.kill()
+
+
+# Checks of what was read.
+
+
+def memory_growth(samples: Sequence[MemorySample], from_s: float, span_s: float) -> float | None:
+    """Return the memory at the end relative to that at `from_s`; None for a shorter run.
+
+    Each is the median of the samples within `span_s` of its time.
+    """
+    end_s = samples[-1].at_s if samples else 0.0
+    first = [each.mib for each in samples if abs(each.at_s - from_s) <= span_s / 2]
+    last = [each.mib for each in samples if each.at_s >= end_s - span_s]
+    if not first or not last or end_s < from_s + 2 * span_s:
+        return None
+    return statistics.median(last) / statistics.median(first)
+
+
+def find_counter_faults(
+    before: Mapping[str, float], after: Mapping[str, float], expected: Mapping[str, float]
+) -> list[str]:
+    """Return the counters that did not grow by what was expected of them between two scrapes."""
+    return [
+        f"{name} grew by {after[name] - before[name]:g}, and the clients have {value:g}"
+        for name, value in expected.items()
+        if after[name] - before[name] != value
+    ]
+
+
+def find_idle_faults(counters: Mapping[str, float]) -> list[str]:
+    """Return what an idle server may not have."""
+    names = (
+        *("forge_requests_running", "forge_requests_waiting", "forge_kv_blocks_used"),
+        'forge_requests_total{finish="error"}',
+    )
+    return [f"{name} is {counters[name]:g} at the end" for name in names if counters[name]]
