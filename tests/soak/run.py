@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any, NamedTuple
+
+import httpx
 
 from forge.bench.result_file import create_result, write_json
 from tests.soak.catalogue import Conversation, build_catalogue
@@ -31,6 +34,7 @@ from tests.soak.server_process import (
     ServerProcess,
     find_counter_faults,
     find_idle_faults,
+    memory_by_minute,
     memory_growth,
     serve_in_process,
 )
@@ -150,7 +154,7 @@ class SoakRun:
         return counts, [*faults, *find_idle_faults(after)]
 
     async def _wait_until_idle(self) -> int:
-        """Wait until the server has no open request; return how often it was asked.
+        """Wait until the server has no open request; return the number of requests that this took.
 
         Raises TimeoutError.
         """
@@ -178,15 +182,11 @@ async def run_soak(
     cores = [
         round((after - at) / took_s, 3) for after, at in zip(_cpu_s(server), before_s, strict=True)
     ]
-    loaded = await asyncio.to_thread(server.counters)
-    closing, counter_faults = await run.run_closing_round()
-    status, log, num_warnings = await asyncio.to_thread(server.stop)
     growth = memory_growth(run.memory, MEMORY_FROM_S, MEMORY_SPAN_S)
     timings = run.timings.figures(plan.seed)
     figures = {
         "plan": plan._asdict(),
         "good": counts.figures(),
-        "good_closing": closing.figures(),
         "hostile": {
             "sent": run.hostile.counts.total(),
             "by_source": dict(sorted(run.hostile.counts.items())),
@@ -196,19 +196,26 @@ async def run_soak(
             "faults": len(run.hostile.faults),
         },
         "latency": timings,
-        "memory_mib": [[round(at_s), round(mib, 1)] for at_s, mib in run.memory],
+        "memory_mib_by_minute": memory_by_minute(run.memory),
         "memory_growth": None if growth is None else round(growth, 4),
         "cores": {"server": cores[0], "client": cores[1]},
+    }
+    faults = [*counts.find_faults(), *run.hostile.faults, *find_limit_faults(growth, timings)]
+    try:
+        loaded = await asyncio.to_thread(server.counters)
+        closing, counter_faults = await run.run_closing_round()
+        status, log, num_warnings = await asyncio.to_thread(server.stop)
+    except (TimeoutError, httpx.HTTPError, subprocess.TimeoutExpired) as error:
+        return figures, [*faults, f"the server does not answer after the load: {error!r}"]
+    figures |= {
+        "good_closing": closing.figures(),
         "finished": {
             reason: loaded[finish_name(reason)] for reason in ("stop", "length", "abort", "error")
         },
         "exit_status": status,
         "writes_to_clients_that_left": num_warnings,
     }
-    faults = [*counts.find_faults(), *closing.find_faults(), *counter_faults]
-    faults += run.hostile.faults
-    faults += find_load_faults(counts, loaded)
-    faults += find_limit_faults(growth, timings)
+    faults += [*closing.find_faults(), *counter_faults, *find_load_faults(counts, loaded)]
     if status or log:
         faults.append(f"the server ended with {status} and wrote {log[:2000]!r}")
     return figures, faults
@@ -265,7 +272,8 @@ def main(words: Sequence[str]) -> int:
     for name, value in figures.items():
         print(f"{name:<16}{value}")
     if path is not None:
-        write_json(path, create_result("server-soak", {**figures, "faults": faults}))
+        result = create_result("server-soak", {**figures, "faults": faults})
+        write_json(path, {**result, "command": f"python -m tests.soak.run {' '.join(words)}"})
     for fault in faults:
         print(f"soak: {fault}", file=sys.stderr)
     return 1 if faults else 0

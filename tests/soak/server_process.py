@@ -162,6 +162,14 @@ def memory_growth(samples: Sequence[MemorySample], from_s: float, span_s: float)
     return statistics.median(last) / statistics.median(first)
 
 
+def memory_by_minute(samples: Sequence[MemorySample]) -> list[float]:
+    """Return the median memory of each minute."""
+    minutes: dict[int, list[float]] = {}
+    for at_s, mib in samples:
+        minutes.setdefault(int(at_s // 60), []).append(mib)
+    return [round(statistics.median(each), 1) for each in minutes.values()]
+
+
 def find_counter_faults(
     before: Mapping[str, float], after: Mapping[str, float], expected: Mapping[str, float]
 ) -> list[str]:

@@ -22,6 +22,8 @@ from tests.soak.connection import SoakConnection, TimedAnswer
 
 TIMEOUT_S = 300.0
 """Seconds after which a request without an answer is lost."""
+PAUSE_S = 1.0
+"""Pause of a client while requests are lost: a server that has ended refuses them all at once."""
 STREAM_SHARE = 0.8
 MAX_FAULTS = 100
 """Most descriptions of lost requests; all are counted."""
@@ -136,7 +138,10 @@ class GoodStreams:
             if rng.random() < 0.5:
                 fields["cache_salt"] = f"{index}-{num_plays}"
             num_plays += 1
+            num_lost = self.counts.num_lost
             await self.play(connection, rng, rng.choice(self._catalogue), fields, until_s)
+            if self.counts.num_lost > num_lost:
+                await asyncio.sleep(PAUSE_S)
             if rng.random() < 0.05:
                 await connection.close()
         await connection.close()

@@ -338,22 +338,39 @@ def test_a_response_that_no_hostile_request_may_have_is_a_fault(
 
 # All of it.
 
+SHORT = Plan(
+    minutes=0.1,
+    streams=10,
+    hostile_share=0.1,
+    step_ms=5.0,
+    warm_up_s=1.0,
+    window_s=2.0,
+    settle_s=0.0,
+    closing_s=1.0,
+)
+
 
 @pytest.mark.long
 def test_a_soak_of_seconds_finds_nothing(catalogue: list[Conversation]) -> None:
     """The limits of latency are for longer runs, on a machine that does nothing else."""
-    plan = Plan(
-        minutes=0.1,
-        streams=10,
-        hostile_share=0.1,
-        step_ms=5.0,
-        warm_up_s=1.0,
-        window_s=2.0,
-        settle_s=0.0,
-        closing_s=1.0,
-    )
-    with serve_in_process(plan.step_ms) as process:
-        figures, faults = asyncio.run(run_soak(plan, process, catalogue))
+    with serve_in_process(SHORT.step_ms) as process:
+        figures, faults = asyncio.run(run_soak(SHORT, process, catalogue))
     assert [fault for fault in faults if not fault.startswith("p99 ")] == []
     assert figures["good"]["completed"] > 10 < figures["good_closing"]["completed"]
-    assert figures["good"]["left"] and figures["hostile"]["sent"] and figures["memory_mib"]
+    assert (
+        figures["good"]["left"] and figures["hostile"]["sent"] and figures["memory_mib_by_minute"]
+    )
+
+
+@pytest.mark.long
+def test_a_server_that_ends_in_the_middle_is_found(catalogue: list[Conversation]) -> None:
+    with serve_in_process(SHORT.step_ms) as process:
+
+        async def run() -> list[str]:
+            asyncio.get_running_loop().call_later(2.0, process.process.kill)
+            _, faults = await run_soak(SHORT, process, catalogue)
+            return faults
+
+        faults = asyncio.run(run())
+    assert any(fault.endswith("good requests were lost") for fault in faults)
+    assert "the server does not answer after the load" in faults[-1]
