@@ -14,20 +14,30 @@ from tests.server.http_wire import HOST, JSON, Address, build_head
 from tests.soak.answers import READERS, WHOLE, Answer, EventReader
 
 
+class AnswerTimes(NamedTuple):
+    """Times of one request.
+
+    sent_s     when it was sent
+    first_s    when the first event came, which the first token causes; None for a whole body
+    output_s   when each event with output came; of a call, the first tokens have none
+    end_s      when the last byte came
+    """
+
+    sent_s: float
+    first_s: float | None
+    output_s: list[float]
+    end_s: float
+
+
 class TimedAnswer(NamedTuple):
-    """An answer and the times of its output.
+    """An answer and its times.
 
     response_id   id by which a later request continues it
-    sent_s        when the request was sent
-    output_s      when each event with output came; empty for a whole body
-    end_s         when the last byte came
     """
 
     answer: Answer
     response_id: str
-    sent_s: float
-    output_s: list[float]
-    end_s: float
+    times: AnswerTimes
 
 
 class SoakConnection:
@@ -48,10 +58,11 @@ class SoakConnection:
         sent_s = time.monotonic()
         writer.write(head + body)
         answer_head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        event_s: list[float] = []
         output_s: list[float] = []
         if b"\r\ntransfer-encoding: chunked" in answer_head:
             events = READERS[path]()
-            await self._read_events(reader, events, output_s)
+            await self._read_events(reader, events, event_s, output_s)
             answer, response_id = events.answer(), events.response_id()
         else:
             length_text = answer_head.partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0]
@@ -63,23 +74,28 @@ class SoakConnection:
         end_s = time.monotonic()
         if b"\r\nconnection: close" in answer_head:
             await self.close()
-        return TimedAnswer(answer, response_id, sent_s, output_s, end_s)
+        times = AnswerTimes(sent_s, event_s[0] if event_s else None, output_s, end_s)
+        return TimedAnswer(answer, response_id, times)
 
     async def _read_events(
-        self, reader: asyncio.StreamReader, events: EventReader, output_s: list[float]
+        self,
+        reader: asyncio.StreamReader,
+        events: EventReader,
+        event_s: list[float],
+        output_s: list[float],
     ) -> None:
-        """Read the chunks of a stream to its end."""
+        """Read the chunks of a stream to its end, and add the times of those with events."""
         rest = b""
         while size := int(await reader.readline(), 16):
             rest += (await reader.readexactly(size + 2))[:-2]
             *whole, rest = rest.split(b"\n\n")
-            has_output = False
-            for event in whole:
-                data = event.partition(b"data: ")[2]
-                if data:  # a comment has none
-                    has_output |= events.add(data.decode())
-            if has_output:
-                output_s.append(time.monotonic())
+            data = [event.partition(b"data: ")[2] for event in whole]
+            data = [each for each in data if each]  # a comment has none
+            has_output = [events.add(each.decode()) for each in data]
+            if data:
+                event_s.append(time.monotonic())
+                if any(has_output):
+                    output_s.append(event_s[-1])
         await reader.readline()
         if rest:
             raise ValueError(f"a stream ends within an event: {rest[:200]!r}")

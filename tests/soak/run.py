@@ -99,11 +99,7 @@ class SoakRun:
             Behaviour(plan.leave_share, plan.step_ms / 1e3),
             f"{plan.seed} load",
             on_start=self._start_hostile,
-            on_answer=lambda timed: self.timings.add(
-                timed.sent_s - self._start_s,
-                [each - self._start_s for each in timed.output_s],
-                timed.end_s - self._start_s,
-            ),
+            on_answer=lambda times: self.timings.add(times, self._start_s),
         )
         until_s = self._start_s + plan.minutes * 60
         await streams.run(plan.streams, until_s, min(plan.warm_up_s / 2, 10.0))

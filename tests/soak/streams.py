@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from tests.server.http_wire import Address
 from tests.soak.answers import Answer
 from tests.soak.catalogue import Conversation, Turn
-from tests.soak.connection import SoakConnection, TimedAnswer
+from tests.soak.connection import AnswerTimes, SoakConnection, TimedAnswer
 
 TIMEOUT_S = 300.0
 """Seconds after which a request without an answer is lost."""
@@ -96,7 +96,7 @@ class GoodStreams:
     """The clients of one run, which share a catalogue.
 
     on_start    called when a request is sent
-    on_answer   called with each answer that is expected
+    on_answer   called with the times of each answer that is the expected one
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GoodStreams:
         behaviour: Behaviour,
         seed: str,
         on_start: Callable[[], None] = lambda: None,
-        on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
+        on_answer: Callable[[AnswerTimes], None] = lambda times: None,
     ) -> None:
         self.counts = StreamCounts()
         self._address = address
@@ -194,7 +194,7 @@ class GoodStreams:
             self.counts.add_lost(turn, describe_difference(timed.answer, turn.answer))
             return None
         self.counts.add_answer(turn)
-        self._on_answer(timed)
+        self._on_answer(timed.times)
         return timed
 
 

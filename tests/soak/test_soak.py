@@ -22,7 +22,7 @@ from tests.server.local_server import wait_until
 from tests.server.test_server import RunningServer, open_server
 from tests.soak.answers import READERS, WHOLE, Answer
 from tests.soak.catalogue import SIZES, Conversation, Turn, build_catalogue
-from tests.soak.connection import SoakConnection
+from tests.soak.connection import AnswerTimes, SoakConnection
 from tests.soak.hostile import HostileClient, HostileRequest, has_status, table_rows
 from tests.soak.run import Plan, find_limit_faults, run_soak
 from tests.soak.server_process import (
@@ -231,6 +231,7 @@ print(flush=True); input(); child.communicate(b"\\n")
 """
 
 
+@pytest.mark.long
 def test_memory_of_a_process_includes_what_it_started() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -270,7 +271,8 @@ def fill(timings: WindowTimings, windows: list[Window], hostile_s: float) -> Non
         token_s = hostile_s if window.is_hostile else 0.1
         for index in range(100):
             sent_s = window.start_s + 2 + index / 100
-            timings.add(sent_s, [sent_s + token_s, sent_s + 2 * token_s], sent_s + 2 * token_s)
+            output_s = [sent_s + token_s, sent_s + 2 * token_s]
+            timings.add(AnswerTimes(sent_s, output_s[0], output_s, output_s[1]), 0.0)
 
 
 @pytest.mark.parametrize(("hostile_s", "num_faults"), [(0.1, 0), (0.105, 0), (0.12, 3)])
@@ -289,8 +291,8 @@ def test_a_slower_tail_with_hostile_requests_is_found(hostile_s: float, num_faul
 def test_a_request_of_two_windows_counts_in_none() -> None:
     timings = WindowTimings([Window(0, 10, False), Window(10, 20, True)], settle_s=1.0)
     for sent_s, end_s in ((0.5, 2.0), (9.0, 11.0), (15.0, 21.0), (-1.0, 2.0)):
-        timings.add(sent_s, [], end_s)
-    timings.add(2.0, [], 9.0)
+        timings.add(AnswerTimes(sent_s, None, [], end_s), 0.0)
+    timings.add(AnswerTimes(102.0, None, [], 109.0), 100.0)
     assert timings.figures(seed=1)["total"]["samples"] == [0, 1]
 
 

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.soak.connection import AnswerTimes
+
 METRICS = ("ttft", "itl", "total")
-"""Time to first token, inter-token latency, and time of a whole request."""
+"""Time to the first event, between two events with output, and of a whole request."""
 BINS_PER_E = 1000
 MIN_S = 1e-4
 NUM_BINS = 16_500
@@ -65,18 +67,19 @@ class WindowTimings:
         first = self._windows[0]
         return int((at_s - first.start_s) / (first.end_s - first.start_s))
 
-    def add(self, sent_s: float, output_s: Sequence[float], end_s: float) -> None:
-        """Add a request: when it was sent, when output came, and its end."""
+    def add(self, times: AnswerTimes, run_start_s: float) -> None:
+        """Add a request of a run that started at this time."""
+        sent_s = times.sent_s - run_start_s
         index = self.find(sent_s)
-        if index is None or self.find(end_s) != index:
+        if index is None or self.find(times.end_s - run_start_s) != index:
             return
         if sent_s < self._windows[index].start_s + self._settle_s:
             return
-        self._count(2, index, end_s - sent_s)
-        if output_s:
-            self._count(0, index, output_s[0] - sent_s)
-            for before_s, after_s in pairwise(output_s):
-                self._count(1, index, after_s - before_s)
+        self._count(2, index, times.end_s - times.sent_s)
+        if times.first_s is not None:
+            self._count(0, index, times.first_s - times.sent_s)
+        for before_s, after_s in pairwise(times.output_s):
+            self._count(1, index, after_s - before_s)
 
     def _count(self, metric: int, window: int, seconds: float) -> None:
         index = int(math.log(max(seconds, MIN_S) / MIN_S) * BINS_PER_E)
