@@ -119,8 +119,8 @@ class SoakRun:
 
     async def _sample_memory(self) -> None:
         while True:
-            mib = await asyncio.to_thread(self._server.memory_mib)
-            self.memory.append(MemorySample(time.monotonic() - self._start_s, mib))
+            at_s = time.monotonic() - self._start_s
+            self.memory.append(await asyncio.to_thread(self._server.sample_memory, at_s))
             await asyncio.sleep(SAMPLE_S)
 
     async def run_closing_round(self) -> tuple[StreamCounts, list[str]]:
@@ -180,7 +180,7 @@ async def run_soak(
     ]
     growth = memory_growth(run.memory, MEMORY_FROM_S, MEMORY_SPAN_S)
     timings = run.timings.figures(plan.seed)
-    figures = {
+    figures: dict[str, Any] = {
         "plan": plan._asdict(),
         "good": counts.figures(),
         "hostile": {
@@ -193,7 +193,7 @@ async def run_soak(
         },
         "latency": timings,
         "memory_mib_by_minute": memory_by_minute(run.memory),
-        "memory_growth": None if growth is None else round(growth, 4),
+        "memory_growth": growth,
         "cores": {"server": cores[0], "client": cores[1]},
     }
     faults = [*counts.find_faults(), *run.hostile.faults, *find_limit_faults(growth, timings)]
@@ -202,7 +202,9 @@ async def run_soak(
         closing, counter_faults = await run.run_closing_round()
         status, log, num_warnings = await asyncio.to_thread(server.stop)
     except (TimeoutError, httpx.HTTPError, subprocess.TimeoutExpired) as error:
-        return figures, [*faults, f"the server does not answer after the load: {error!r}"]
+        ended = server.process.poll()
+        problem = f"{error!r}, exit status {ended}, log {server.read_log()[-2000:]!r}"
+        return figures, [*faults, f"the server does not answer after the load: {problem}"]
     figures |= {
         "good_closing": closing.figures(),
         "finished": {
@@ -234,11 +236,13 @@ def find_load_faults(counts: StreamCounts, loaded: dict[str, float]) -> list[str
     return faults
 
 
-def find_limit_faults(growth: float | None, timings: dict[str, Any]) -> list[str]:
+def find_limit_faults(growth: dict[str, float] | None, timings: dict[str, Any]) -> list[str]:
     """Return the limits that the figures exceed."""
-    faults = []
-    if growth is not None and not 1 / MAX_MEMORY_GROWTH <= growth <= MAX_MEMORY_GROWTH:
-        faults.append(f"memory is {growth:.3f} of its level after ten minutes")
+    faults = [
+        f"memory ({name}) is {found} of its level after ten minutes"
+        for name, found in (growth or {}).items()
+        if not 1 / MAX_MEMORY_GROWTH <= found <= MAX_MEMORY_GROWTH
+    ]
     for name, found in timings.items():
         if found["p99_ratio"] > MAX_P99_RATIO:
             faults.append(f"p99 of {name} is {found['p99_ratio']} of that without hostile requests")

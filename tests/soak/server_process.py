@@ -33,10 +33,18 @@ WRITE_WARNING = "WARNING asyncio: socket.send() raised exception.\n"
 
 
 class MemorySample(NamedTuple):
-    """Proportional set size of the server's processes at a time of the run."""
+    """Memory of the server's processes, added up, at a time of the run.
+
+    rss    resident: pages that processes share count for each
+    anon   of it what no file has: heaps and stacks
+
+    Neither depends on other programs, as the proportional set size does: that of a shared library
+    grows when another program that has it ends.
+    """
 
     at_s: float
-    mib: float
+    rss: float
+    anon: float
 
 
 class ServerProcess:
@@ -54,9 +62,10 @@ class ServerProcess:
         """Return the ids of the server's process and of all that it started."""
         return process_tree(self.process.pid)
 
-    def memory_mib(self) -> float:
-        """Return the proportional set size of all processes."""
-        return sum(map(pss_mib, self.pids()))
+    def sample_memory(self, at_s: float) -> MemorySample:
+        """Return the memory of all processes in MiB."""
+        found = [memory_mib(pid) for pid in self.pids()]
+        return MemorySample(at_s, *(sum(each) for each in zip(*found, strict=True)))
 
     def cpu_s(self) -> float:
         """Return the processor seconds of the processes that run."""
@@ -70,6 +79,11 @@ class ServerProcess:
         """Return the requests that the server has open."""
         return int(self._client.get("/load").json()["server_load"])
 
+    def read_log(self) -> str:
+        """Return what the server has written to its log."""
+        self._log.seek(0)
+        return self._log.read()
+
     def stop(self) -> tuple[int, str, int]:
         """End the server as an operator does.
 
@@ -77,8 +91,7 @@ class ServerProcess:
         """
         self.process.send_signal(signal.SIGTERM)
         status = self.process.wait(EXIT_TIMEOUT_S)
-        self._log.seek(0)
-        log = unexpected_log(self._log.read())
+        log = unexpected_log(self.read_log())
         return status, log.replace(WRITE_WARNING, ""), log.count(WRITE_WARNING)
 
 
@@ -92,13 +105,14 @@ def process_tree(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in process_tree(int(child)))]
 
 
-def pss_mib(pid: int) -> float:
-    """Return the proportional set size of a process; 0 once it has ended."""
+def memory_mib(pid: int) -> tuple[float, float]:
+    """Return the resident and the anonymous memory of a process in MiB; 0 once it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
-        return 0.0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+        return 0.0, 0.0
+    kib = {line.split()[0]: int(line.split()[1]) for line in lines[1:]}
+    return kib["Rss:"] / 1024, kib["Anonymous:"] / 1024
 
 
 def process_cpu_s(pid: int) -> float:
@@ -151,25 +165,34 @@ def serve_in_process(step_ms: float) -> Iterator[ServerProcess]:
 # Checks of what was read.
 
 
-def memory_growth(samples: Sequence[MemorySample], from_s: float, span_s: float) -> float | None:
+def memory_growth(
+    samples: Sequence[MemorySample], from_s: float, span_s: float
+) -> dict[str, float] | None:
     """Return the memory at the end relative to that at `from_s`; None for a shorter run.
 
     Each is the median of the samples within `span_s` of its time.
     """
     end_s = samples[-1].at_s if samples else 0.0
-    first = [each.mib for each in samples if abs(each.at_s - from_s) <= span_s / 2]
-    last = [each.mib for each in samples if each.at_s >= end_s - span_s]
+    first = [each for each in samples if abs(each.at_s - from_s) <= span_s / 2]
+    last = [each for each in samples if each.at_s >= end_s - span_s]
     if not first or not last or end_s < from_s + 2 * span_s:
         return None
-    return statistics.median(last) / statistics.median(first)
+    return {name: round(_median(last, name) / _median(first, name), 4) for name in ("rss", "anon")}
 
 
-def memory_by_minute(samples: Sequence[MemorySample]) -> list[float]:
-    """Return the median memory of each minute."""
-    minutes: dict[int, list[float]] = {}
-    for at_s, mib in samples:
-        minutes.setdefault(int(at_s // 60), []).append(mib)
-    return [round(statistics.median(each), 1) for each in minutes.values()]
+def memory_by_minute(samples: Sequence[MemorySample]) -> dict[str, list[float]]:
+    """Return the median memory of each minute in MiB."""
+    minutes: dict[int, list[MemorySample]] = {}
+    for sample in samples:
+        minutes.setdefault(int(sample.at_s // 60), []).append(sample)
+    return {
+        name: [round(_median(each, name), 1) for each in minutes.values()]
+        for name in ("rss", "anon")
+    }
+
+
+def _median(samples: Sequence[MemorySample], name: str) -> float:
+    return float(statistics.median(getattr(each, name) for each in samples))
 
 
 def find_counter_faults(

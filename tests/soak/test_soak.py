@@ -30,9 +30,9 @@ from tests.soak.server_process import (
     find_counter_faults,
     find_idle_faults,
     memory_growth,
+    memory_mib,
     parse_metrics,
     process_tree,
-    pss_mib,
     serve_in_process,
 )
 from tests.soak.streams import Behaviour, GoodStreams, StreamCounts
@@ -207,7 +207,9 @@ def test_a_request_without_any_outcome_is_a_fault() -> None:
 
 
 def growing_samples(mib_per_minute: float) -> list[MemorySample]:
-    return [MemorySample(5.0 * i, 100.0 + mib_per_minute * 5 * i / 60) for i in range(720)]
+    """Return samples whose heap of 100 MiB grows, next to 100 MiB of files."""
+    heaps = [100.0 + mib_per_minute * 5 * i / 60 for i in range(720)]
+    return [MemorySample(5.0 * i, 100.0 + heap, heap) for i, heap in enumerate(heaps)]
 
 
 @pytest.mark.parametrize(
@@ -238,10 +240,10 @@ def test_memory_of_a_process_includes_what_it_started() -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        wait_until(lambda: sum(map(pss_mib, process_tree(process.pid))) > 50)
+        wait_until(lambda: sum(memory_mib(pid)[1] for pid in process_tree(process.pid)) > 50)
         assert len(process_tree(process.pid)) == 2
         process.communicate("\n")
-    assert pss_mib(process.pid) == 0
+    assert memory_mib(process.pid) == (0, 0)
 
 
 IDLE = """# HELP forge_requests_running Sequences in the batch
