@@ -36,7 +36,7 @@ from forge.engine_loop import StepReport
 from forge.outputs import TextDelta
 from forge.request import FinishReason, Request
 from forge.server.timings import AnswerTimings
-from forge.server.traces import OPERATIONS, SpanCounts
+from forge.server.traces import CLIENT_DISCONNECTED, OPERATIONS, SpanCounts
 from forge.timings import ChoiceTimings
 from forge.version import VERSION
 
@@ -59,8 +59,6 @@ LATENCIES = {
 }
 """Name in an answer's timings -> attribute, in seconds."""
 COUNTS = {
-    "predicted_n": "gen_ai.usage.output_tokens",
-    "cache_n": "gen_ai.usage.cache_read.input_tokens",
     "preemptions": "forge.num_preemptions",
     "recomputed_n": "forge.num_recomputed_tokens",
 }
@@ -119,7 +117,7 @@ class SpanQueue(SpanProcessor):
             self._export(batch)
 
     def _export(self, batch: Sequence[ReadableSpan]) -> None:
-        """Hand the spans to the exporter, and count them. Log the first failure of a row."""
+        """Hand the spans to the exporter, and count them. Log the first of failures in a row."""
         try:
             is_exported = self._exporter.export(batch) is SpanExportResult.SUCCESS
             why = "the collector did not take them"
@@ -160,7 +158,7 @@ class OtelTraces:
 
     def __init__(self, exporter: SpanExporter, model: str) -> None:
         self._queue = SpanQueue(exporter)
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come first, as everywhere.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come first, as with OpenTelemetry's SDK.
         resource = Resource.create()
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: "forge"}))
@@ -196,7 +194,7 @@ class OtelTraces:
             self._open[request_id] = _OpenTrace(span)
         return span.is_recording()
 
-    def end(self, request_id: str, status: int | None) -> None:
+    def end(self, request_id: str, status: int | None, error_type: str | None) -> None:
         """End the span of an HTTP request, after those of its choices."""
         trace = self._open.pop(request_id)
         span = trace.span
@@ -207,14 +205,16 @@ class OtelTraces:
                 self._end_choice(span, index, choice, epoch_ns)
         if trace.num_prompt:
             span.set_attributes(_engine_attributes(trace))
-        if status is None:
-            span.set_attribute("error.type", "client_disconnected")
-        else:
+        if status is not None:
             span.set_attribute("http.response.status_code", status)
-        has_failed = FinishReason.ERROR.value in trace.finish_reasons
-        if has_failed or (status is not None and status >= 500):
-            span.set_status(StatusCode.ERROR)
-            span.set_attribute("error.type", "request_failed" if has_failed else str(status))
+        if FinishReason.ERROR.value in trace.finish_reasons:
+            error_type = "request_failed"
+        elif error_type is None and status is not None and status >= 500:
+            error_type = str(status)
+        if error_type is not None:
+            span.set_attribute("error.type", error_type)
+            if error_type != CLIENT_DISCONNECTED:
+                span.set_status(StatusCode.ERROR)
         span.end()
 
     def close(self) -> None:
@@ -301,8 +301,9 @@ def _engine_attributes(trace: _OpenTrace) -> dict[str, str | int | float | tuple
         "gen_ai.usage.input_tokens": trace.num_prompt,
         "gen_ai.usage.output_tokens": trace.num_output,
         "gen_ai.usage.cache_read.input_tokens": trace.num_cached,
-        "gen_ai.response.finish_reasons": tuple(trace.finish_reasons),
     }
+    if trace.finish_reasons:  # none where the client left before the end of each choice
+        attributes["gen_ai.response.finish_reasons"] = tuple(trace.finish_reasons)
     answer = AnswerTimings(True)
     for _, choice in trace.choices:
         answer.add(choice)

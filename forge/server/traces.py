@@ -12,13 +12,13 @@ Always true: without the option nothing is imported, timed or sent.
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge.async_llm import EngineObserver
-from forge.errors import InvalidConfig
+from forge.errors import InvalidConfig, one_line
 from forge.server.request_head import IS_TRACED
 
 OPERATIONS = {
@@ -30,7 +30,10 @@ OPERATIONS = {
 }
 """Path of a route that generates -> gen_ai.operation.name of its span."""
 
-_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+MAX_TRACEPARENT_BYTES = 512
+"""Bytes of a traceparent. OpenTelemetry logs a warning for a longer one."""
+CLIENT_DISCONNECTED = "client_disconnected"
+"""Error type of a request whose client left before the end of the response."""
 
 
 class SpanCounts(NamedTuple):
@@ -59,10 +62,12 @@ class RequestTraces(EngineObserver, Protocol):
         traceparent   W3C trace context of its client; None, or one that is damaged: a new trace
         """
 
-    def end(self, request_id: str, status: int | None) -> None:
+    def end(self, request_id: str, status: int | None, error_type: str | None) -> None:
         """End the span of an HTTP request that is sampled.
 
-        status   of the response; None: the client left before it
+        status       of the response; None: there is none
+        error_type   CLIENT_DISCONNECTED, or the name of an exception of the server, where the
+                     response is not complete; None: it is
         """
 
     def close(self) -> None:
@@ -76,7 +81,7 @@ def open_traces(endpoint: str | None, model: str) -> RequestTraces | None:
     """
     if endpoint is None:
         return None
-    if not _URL.fullmatch(endpoint):
+    if not _is_http_url(endpoint):
         raise InvalidConfig(
             "otlp_traces_endpoint",
             f"{endpoint[:64]!r} is not http://HOST:PORT/PATH",
@@ -91,7 +96,26 @@ def open_traces(endpoint: str | None, model: str) -> RequestTraces | None:
             "Install the extra otel: pip install opentelemetry-sdk "
             "opentelemetry-exporter-otlp-proto-http",
         ) from None
-    return OtelTraces(create_exporter(endpoint), model)
+    try:
+        return OtelTraces(create_exporter(endpoint), model)
+    except ValueError as error:  # of a variable of OpenTelemetry's
+        raise InvalidConfig(
+            "otlp_traces_endpoint",
+            f"OpenTelemetry cannot be set up: {one_line(error)}",
+            "Correct the variables OTEL_... of the environment",
+        ) from None
+
+
+def _is_http_url(text: str) -> bool:
+    """Return whether the text is http://HOST[:PORT]/PATH, or the same with https."""
+    if not text.isascii() or not text.isprintable() or " " in text:
+        return False
+    try:
+        url = urlsplit(text)
+        is_port = url.port is None or url.port > 0
+    except ValueError:  # brackets of an address, or a port over 65535
+        return False
+    return url.scheme in ("http", "https") and bool(url.hostname and url.path) and is_port
 
 
 class TraceMiddleware:
@@ -112,20 +136,28 @@ class TraceMiddleware:
             return
         request_id: str = scope["state"]["request_id"]
         values = [value for name, value in scope["headers"] if name == b"traceparent"]
-        parent = values[0].decode("latin-1") if len(values) == 1 else None
+        is_parent = len(values) == 1 and len(values[0]) <= MAX_TRACEPARENT_BYTES
+        parent = values[0].decode("latin-1") if is_parent else None
         if not self._traces.begin(request_id, path, parent):
             await self._app(scope, receive, send)
             return
         scope["state"][IS_TRACED] = True
         status: int | None = None
+        error_type: str | None = CLIENT_DISCONNECTED  # until the last part of the response is sent
 
         async def send_with_status(message: Message) -> None:
-            nonlocal status
+            nonlocal status, error_type
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                error_type = None
 
         try:
             await self._app(scope, receive, send_with_status)
+        except Exception as error:
+            # SecurityMiddleware sends the 500, which does not pass here.
+            status, error_type = status or 500, type(error).__name__
+            raise
         finally:
-            self._traces.end(request_id, status)
+            self._traces.end(request_id, status, error_type)

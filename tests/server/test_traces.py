@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import httpx
@@ -18,7 +18,7 @@ from forge.errors import InvalidConfig
 from forge.outputs import TextDelta
 from forge.request import Request, SamplingParams
 from forge.server.app import create_app
-from forge.server.traces import SpanCounts, open_traces
+from forge.server.traces import SpanCounts, TraceMiddleware, open_traces
 from forge.timings import ChoiceTimings
 
 
@@ -217,17 +217,19 @@ def test_a_refused_request_has_its_status_and_no_figures_of_the_engine() -> None
 
 @needs_otel
 @pytest.mark.parametrize(
-    ("finish", "status", "error"),
+    ("finish", "status", "cut", "error"),
     [
-        ("length", 200, None),
-        ("error", 200, "request_failed"),
-        ("error", 500, "request_failed"),
-        ("abort", 503, "503"),
-        ("abort", None, "client_disconnected"),
+        ("length", 200, None, None),
+        ("error", 200, None, "request_failed"),
+        ("error", 500, None, "request_failed"),
+        ("abort", 503, None, "503"),
+        ("abort", 200, "client_disconnected", "client_disconnected"),
+        ("abort", None, "client_disconnected", "client_disconnected"),
+        ("abort", 500, "KeyError", "KeyError"),
     ],
 )
 def test_a_span_says_how_its_request_failed(
-    finish: str, status: int | None, error: str | None
+    finish: str, status: int | None, cut: str | None, error: str | None
 ) -> None:
     from forge.server.otel_traces import OtelTraces
 
@@ -237,12 +239,84 @@ def test_a_span_says_how_its_request_failed(
     observer = traces.on_request(Request(0, (1, 2), external_id="id"))
     observer.on_deltas([TextDelta(0, "", (), finish)])
     observer.on_close()
-    traces.end("id", status)
+    traces.end("id", status, cut)
     traces.close()
     (span,) = collector.spans
     assert span.attributes.get("error.type") == error
     assert (span.status.status_code.name == "ERROR") == (error not in (None, "client_disconnected"))
     assert span.attributes["gen_ai.usage.input_tokens"] == 2
+
+
+class EndedTraces:
+    """RequestTraces that keeps what `begin` and `end` are called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str | int | None, str | None]] = []
+
+    def begin(self, request_id: str, path: str, traceparent: str | None) -> bool:
+        self.calls.append((traceparent, None))
+        return True
+
+    def end(self, request_id: str, status: int | None, error_type: str | None) -> None:
+        self.calls.append((status, error_type))
+
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+PART = {"type": "http.response.body", "body": b"a", "more_body": True}
+LAST = {"type": "http.response.body", "body": b""}
+
+
+@pytest.mark.parametrize(
+    ("messages", "outcome"),
+    [
+        ([START, PART, LAST], (200, None)),
+        ([START, PART], (200, "client_disconnected")),
+        ([], (None, "client_disconnected")),
+        ([KeyError("bug")], (500, "KeyError")),
+        ([START, PART, KeyError("bug")], (200, "KeyError")),
+    ],
+)
+def test_a_span_ends_as_its_response_does(
+    messages: list[Any], outcome: tuple[int | None, str | None]
+) -> None:
+    """An application that returns before the last part has lost its client."""
+    traces: Any = EndedTraces()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            if isinstance(message, Exception):
+                raise message
+            await send(message)
+
+    async def receive_or_send(*message: Any) -> Any:
+        return {}
+
+    middleware = TraceMiddleware(app, traces)
+    for length, traceparent in ((512, "x" * 512), (513, None)):
+        headers = [(b"traceparent", b"x" * length)]
+        scope = {
+            **{"type": "http", "method": "POST", "path": "/generate"},
+            **{"headers": headers, "state": {"request_id": "id"}},
+        }
+        with suppress(KeyError):
+            asyncio.run(middleware(scope, receive_or_send, receive_or_send))
+        assert traces.calls == [(traceparent, None), outcome]
+        traces.calls.clear()
+
+
+@needs_otel
+def test_a_span_without_an_ended_choice_has_no_finish_reasons() -> None:
+    from forge.server.otel_traces import OtelTraces
+
+    collector = Collector()
+    traces = OtelTraces(collector, "hash")
+    assert traces.begin("id", "/generate", None)
+    traces.on_request(Request(0, (1, 2), external_id="id")).on_deltas([TextDelta(0, "a", (3,))])
+    traces.end("id", 200, "client_disconnected")
+    traces.close()
+    (span,) = collector.spans
+    assert span.attributes["gen_ai.usage.output_tokens"] == 1
+    assert "gen_ai.response.finish_reasons" not in span.attributes
 
 
 @needs_otel
@@ -257,7 +331,7 @@ def test_choices_have_the_index_of_the_answer_in_whichever_order_they_end() -> N
     )
     for observer, choice in ((second, 1), (first, 1), (second, 0)):
         observer.on_deltas([TextDelta(choice, "", (), "stop", timings=ChoiceTimings(1.0, 2.0))])
-    traces.end("id", 200)
+    traces.end("id", 200, None)
     traces.close()
     phases = [span for span in collector.spans if span.name == "queue"]
     assert [phase.attributes["forge.choice"] for phase in phases] == [3, 1, 2]
@@ -344,7 +418,13 @@ def test_without_the_option_nothing_is_imported() -> None:
         assert open_traces(None, "m") is None
 
 
-@pytest.mark.parametrize("endpoint", ["127.0.0.1:4318", "grpc://h:4317", "http://", "http://a b/"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("127.0.0.1:4318", "grpc://h:4317", "http://", "http://a b/", "http://a"),
+        *("http://a:99999999/x", "http://:1/x", "http://[::1/x", "http://a:0/x", "http://a:b/x"),
+    ],
+)
 def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
     with pytest.raises(InvalidConfig, match=r"is not http://HOST:PORT/PATH"):
         open_traces(endpoint, "m")
@@ -355,3 +435,10 @@ def test_the_endpoint_is_opened_without_a_connection() -> None:
     traces = open_traces(URL, "m")
     assert traces is not None and traces.counts == SpanCounts(0, 0)
     traces.close()
+
+
+@needs_otel
+def test_a_wrong_variable_of_opentelemetry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SPAN_EVENT_COUNT_LIMIT", "x")
+    with pytest.raises(InvalidConfig, match=r"OTEL_SPAN_EVENT_COUNT_LIMIT"):
+        open_traces(URL, "m")
