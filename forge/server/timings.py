@@ -61,7 +61,7 @@ class AnswerTimings:
                 "queue_ms": _elapsed_ms(arrival_s, first_step_s),
                 "time_to_first_token_ms": _elapsed_ms(arrival_s, first_token_s),
                 "cache_n": num_cached,
-                "prompt_n": num_prompt - num_cached,
+                "prompt_n": 0 if first_step_s is None else num_prompt - num_cached,
                 "prompt_ms": _elapsed_ms(first_step_s, first_token_s),
                 "predicted_n": num_output,
                 "predicted_ms": _elapsed_ms(first_token_s, last_token_s),
@@ -74,11 +74,11 @@ class AnswerTimings:
 def _find_time(
     select: Callable[[list[float]], float], times_s: Sequence[float | None]
 ) -> float | None:
-    """Return the time that `select` takes of those that are known, or None."""
-    known_s = [time_s for time_s in times_s if time_s is not None]
-    return select(known_s) if known_s else None
+    """Return the time that `select` takes of those that exist, or None."""
+    existing_s = [time_s for time_s in times_s if time_s is not None]
+    return select(existing_s) if existing_s else None
 
 
 def _elapsed_ms(start_s: float | None, end_s: float | None) -> float | None:
-    """Return the milliseconds between two times; None where one is not known."""
+    """Return the milliseconds between two times; None where one does not exist."""
     return None if start_s is None or end_s is None else round(1000 * (end_s - start_s), 3)

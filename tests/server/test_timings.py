@@ -160,3 +160,9 @@ def test_what_has_not_happened_has_no_time() -> None:
     assert [name for name, value in found.items() if value is None] == [
         *("queue_ms", "time_to_first_token_ms", "prompt_ms", "predicted_ms")
     ]
+
+
+def test_a_prompt_that_was_never_computed_does_not_count() -> None:
+    timings = AnswerTimings(True)
+    timings.add(ChoiceTimings(1.0))
+    assert timings.fields(30, 0, 0)["timings"]["prompt_n"] == 0
