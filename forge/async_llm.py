@@ -63,7 +63,7 @@ from forge.pause import PauseMode
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.tokenizer import Tokenizer
-from forge.weights import NamedWeights, WeightSource
+from forge.weights import NamedWeights, WeightSource, WeightUpdate
 
 RESET_DONE = ("reset", None)
 RESIZE_ANSWERED = ("resize answered", None)
@@ -412,8 +412,8 @@ class AsyncLLM:
 
     async def update_weights(
         self, source: WeightSource, version: str | None = None
-    ) -> dict[str, float]:
-        """Replace weights between two steps, and return the seconds of each part.
+    ) -> WeightUpdate:
+        """Replace weights between two steps, and return their version and the seconds.
 
         Without a pause, open requests go on with the new weights, as with `PauseMode.KEEP`.
 
@@ -428,7 +428,10 @@ class AsyncLLM:
                 "Give WeightFiles, or open AsyncLLM(...) instead of AsyncLLM.spawn(...)",
             )
         namespace = new_namespace()
-        return await self._execute(UpdateWeights(next(self._ids), source, version, namespace))
+        command = UpdateWeights(next(self._ids), source, version, namespace)
+        result = await self._execute(command)
+        assert result.weight_version is not None, f"{command.ticket} has begun a version"
+        return WeightUpdate(result.weight_version, dict(result.times))
 
     async def sleep(self, level: int = 1) -> dict[str, float]:
         """Release the device's memory in a pause, and return the seconds of each part.
@@ -436,17 +439,17 @@ class AsyncLLM:
         level   1 moves the weights to host memory; 2 drops them: update all after `wake`
         Raises EnginePaused for an engine that is not paused.
         """
-        return await self._execute(Sleep(next(self._ids), level))
+        return dict((await self._execute(Sleep(next(self._ids), level))).times)
 
     async def wake(self) -> dict[str, float]:
         """Allocate what `sleep` released, and return the seconds of each part.
 
         `resume` follows. Raises EnginePaused where the model does not sleep.
         """
-        return await self._execute(Wake(next(self._ids)))
+        return dict((await self._execute(Wake(next(self._ids)))).times)
 
-    async def _execute(self, command: PauseCommand) -> dict[str, float]:
-        """Post a command of trainers, and return the seconds of its parts."""
+    async def _execute(self, command: PauseCommand) -> PauseResult:
+        """Post a command of trainers, and return its result."""
         is_slow = not isinstance(command, Pause)
         self._num_slow_commands += is_slow
         try:
@@ -455,7 +458,7 @@ class AsyncLLM:
             self._num_slow_commands -= is_slow
             self._last_progress_s = time.monotonic()
         assert mailbox.pause_result is not None, f"{command} has its answer"
-        return dict(mailbox.pause_result.times)
+        return mailbox.pause_result
 
     async def _carry_out(
         self, command: EndSession | ResetPrefixCache | Resize

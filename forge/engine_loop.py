@@ -257,13 +257,15 @@ class EngineStatus(NamedTuple):
 class PauseResult(NamedTuple):
     """Outcome of a command of trainers.
 
-    refusal   why the engine refused it; None: it was carried out
-    times     parts of the command, each with its seconds
+    refusal          why the engine refused it; None: it was carried out
+    times            parts of the command, each with its seconds
+    weight_version   that an update began; None for any other command
     """
 
     ticket: int
     refusal: ForgeError | None = None
     times: PartTimes = ()
+    weight_version: str | None = None
 
 
 class StepReport(NamedTuple):
@@ -498,11 +500,12 @@ class EngineLoop:
         """Execute the command; return its result, after those of pauses that it ends."""
         engine, start_s = self._engine, time.monotonic()
         times: PartTimes = ()
+        weight_version: str | None = None
         results: list[PauseResult] = []
         try:
             match command:
                 case UpdateWeights(_, source, version, namespace):
-                    engine.update_weights(source, version, namespace=namespace)
+                    weight_version = engine.update_weights(source, version, namespace=namespace)
                     times = (("update", time.monotonic() - start_s),)
                 case Sleep(_, level):
                     times = engine.sleep(level)
@@ -517,7 +520,7 @@ class EngineLoop:
             raise
         except ForgeError as error:
             return [PauseResult(command.ticket, error)]
-        return [*results, PauseResult(command.ticket, None, times)]
+        return [*results, PauseResult(command.ticket, None, times, weight_version)]
 
     def _resize(self, command: Resize) -> ForgeError | None:
         """Resize the pools, or return why that is refused. Memory was allocated at the start."""

@@ -77,6 +77,17 @@ class SharedWeights(NamedTuple):
     tensors: tuple[SharedTensor, ...]
 
 
+class WeightUpdate(NamedTuple):
+    """Result of an update.
+
+    version   of the weights that it began
+    seconds   of each part
+    """
+
+    version: str
+    seconds: dict[str, float]
+
+
 WeightSource: TypeAlias = WeightFiles | NamedWeights | SharedWeights
 
 PartTimes: TypeAlias = tuple[tuple[str, float], ...]

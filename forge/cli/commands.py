@@ -14,6 +14,7 @@ import logging
 import platform
 import shlex
 import sys
+from contextlib import ExitStack
 from typing import Any, cast
 
 from forge import __version__
@@ -110,7 +111,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     from forge.server.traces import open_traces
     from forge.server.weights_socket import open_weights_socket
 
-    with nonblocking_logging():
+    with nonblocking_logging(), ExitStack() as exit_stack:
         logging.getLogger("forge.statistics").setLevel(logging.INFO)
         for version in find_untested():
             logging.getLogger("forge.start").warning("untested version: %s", version)
@@ -120,6 +121,8 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         limits = settings.limits
         trainer_access = settings.trainer_access
         weights_socket = open_weights_socket(settings.values["weights_socket"], trainer_access)
+        if weights_socket is not None:
+            exit_stack.callback(weights_socket.close)  # also where the start fails
         traces = open_traces(settings.values["otlp_traces_endpoint"], model_name)
         age_before_s = process_age_s()
         llm = settings.open_llm(AsyncLLM.spawn)

@@ -113,7 +113,6 @@ def create_app(
     film                feed of the engine's film, which is then the page at /; None: there is none
     traces              receives the spans of requests, and is closed at the shutdown; None: there
                         are none
-
     weights_socket      receives updates of weights from trainers, and is closed at the shutdown;
                         None: there is none
 
@@ -124,20 +123,6 @@ def create_app(
     formats = find_chat_formats(llm.tokenizer, reasoning_parser, tool_call_parser)
     endpoints = InferenceEndpoints(queue, served_model, formats)
     metrics = MetricsEndpoint(llm, model=served_model.name, compat=metrics_compat, traces=traces)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
-        stat_logger_task = asyncio.create_task(StatLogger(metrics.stats).run())
-        if weights_socket is not None:
-            weights_socket.start(llm, asyncio.get_running_loop())
-        yield
-        stat_logger_task.cancel()
-        if weights_socket is not None:
-            await asyncio.to_thread(weights_socket.close)
-        await asyncio.to_thread(queue.close)
-        await asyncio.to_thread(llm.close)
-        if traces is not None:
-            await asyncio.to_thread(traces.close)
 
     if traces is not None:
         llm.add_observer(traces)
@@ -177,11 +162,32 @@ def create_app(
             *([] if traces is None else [Middleware(TraceMiddleware, traces=traces)]),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
-        lifespan=lifespan,
+        lifespan=lambda app: _lifespan(queue, metrics, traces, weights_socket),
     )
     setattr(app.state, COUNT_RESPONSE, metrics.stats.count_response)
     app.router.redirect_slashes = False  # a path with another slash is an unknown path
     return app
+
+
+@asynccontextmanager
+async def _lifespan(
+    queue: AdmissionQueue,
+    metrics: MetricsEndpoint,
+    traces: RequestTraces | None,
+    weights_socket: WeightsSocket | None,
+) -> AsyncGenerator[None, None]:
+    """Log statistics and receive weights meanwhile; at the end close all that the engine has."""
+    stat_logger_task = asyncio.create_task(StatLogger(metrics.stats).run())
+    if weights_socket is not None:
+        weights_socket.start(queue.llm, asyncio.get_running_loop())
+    yield
+    stat_logger_task.cancel()
+    if weights_socket is not None:
+        await asyncio.to_thread(weights_socket.close)
+    await asyncio.to_thread(queue.close)
+    await asyncio.to_thread(queue.llm.close)
+    if traces is not None:
+        await asyncio.to_thread(traces.close)
 
 
 class InferenceEndpoints:

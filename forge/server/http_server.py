@@ -101,7 +101,8 @@ def run_server(
                 traces=traces,
                 weights_socket=weights_socket,
             )
-            HTTPServer(app, llm, on_ready, limits).run(sockets=[socket_])
+            stop = (lambda: None) if weights_socket is None else weights_socket.stop
+            HTTPServer(app, llm, on_ready, limits, stop).run(sockets=[socket_])
     finally:
         llm.close()
     if llm.failure != CLOSE_REASON:
@@ -195,7 +196,10 @@ def _bind_error(exc: OSError, host: str, port: int) -> InvalidConfig:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn with forge's limits and shutdown: it does not raise signals again at its end."""
+    """uvicorn with forge's limits and shutdown: it does not raise signals again at its end.
+
+    on_shutdown   called once new requests are refused; must not wait
+    """
 
     def __init__(
         self,
@@ -203,6 +207,7 @@ class HTTPServer(uvicorn.Server):
         llm: AsyncLLM,
         on_ready: Callable[[str], None],
         limits: Limits = DEFAULT_LIMITS,
+        on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
         count_response = getattr(app.state, COUNT_RESPONSE, lambda status: None)
         create_connection = partial(
@@ -229,6 +234,7 @@ class HTTPServer(uvicorn.Server):
         self._llm = llm
         self._on_ready = on_ready
         self._limits = limits
+        self._on_shutdown = on_shutdown
         self._skip_drain = False
         self._engine_died_s: float | None = None
 
@@ -252,6 +258,7 @@ class HTTPServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for open requests until `drain_timeout`, abort the rest, then close everything."""
         self.lifespan.state[SHUTTING_DOWN] = True
+        self._on_shutdown()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._limits.drain_timeout
         while self._has_open_requests() and not self._skip_drain and loop.time() < deadline_s:

@@ -78,12 +78,12 @@ class TrainerEndpoints:
         """POST /admin/pause. The response follows when no step is in flight."""
         _check_query(request, ("mode",))
         await _refuse(self._llm.pause(request.query_params.get("mode", "abort")))
-        return self._respond("paused")
+        return _respond("paused", self._llm.weight_version)
 
     async def resume(self, request: Request) -> Response:
         """POST /admin/resume."""
         await _refuse(self._llm.resume())
-        return self._respond("resumed")
+        return _respond("resumed", self._llm.weight_version)
 
     async def pause_state(self, request: Request) -> Response:
         """GET /admin/pause. A pause of mode wait begins when no request is open."""
@@ -105,8 +105,8 @@ class TrainerEndpoints:
             source = self._access.find_files(body.files)
         except InvalidWeights as error:
             raise _weights_error(error) from None
-        times = await _refuse(self._llm.update_weights(source, body.weight_version))
-        return self._respond("updated", times)
+        update = await _refuse(self._llm.update_weights(source, body.weight_version))
+        return _respond("updated", update.version, update.seconds)
 
     async def sleep(self, request: Request) -> Response:
         """POST /admin/sleep. An engine that is not paused is paused first."""
@@ -121,21 +121,24 @@ class TrainerEndpoints:
             raise APIError(400, "invalid_value", str(error), param=error.option) from None
         if not self._llm.status.is_paused:
             await _refuse(self._llm.pause(mode))
-        return self._respond("sleeping", await _refuse(self._llm.sleep(LEVELS[level])))
+        times = await _refuse(self._llm.sleep(LEVELS[level]))
+        return _respond("sleeping", self._llm.weight_version, times)
 
     async def wake(self, request: Request) -> Response:
         """POST /admin/wake. The engine stays paused until /admin/resume."""
-        return self._respond("awake", await _refuse(self._llm.wake()))
+        times = await _refuse(self._llm.wake())
+        return _respond("awake", self._llm.weight_version, times)
 
     async def sleep_state(self, request: Request) -> Response:
         """GET /admin/sleep."""
         return JSONResponse({"is_sleeping": bool(self._llm.status.sleep_level)})
 
-    def _respond(self, status: str, times: dict[str, float] | None = None) -> Response:
-        body: dict[str, object] = {"status": status, "weight_version": self._llm.weight_version}
-        if times is not None:
-            body["seconds"] = {name: round(seconds, 6) for name, seconds in times.items()}
-        return JSONResponse(body)
+
+def _respond(status: str, version: str, times: dict[str, float] | None = None) -> Response:
+    body: dict[str, object] = {"status": status, "weight_version": version}
+    if times is not None:
+        body["seconds"] = {name: round(seconds, 6) for name, seconds in times.items()}
+    return JSONResponse(body)
 
 
 def _by_method(state: Handler, command: Handler) -> Handler:

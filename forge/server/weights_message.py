@@ -11,21 +11,27 @@ Always true: every tensor lies within its storage, and no field is code.
 from __future__ import annotations
 
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from forge.errors import InvalidWeights
+from forge.weight_versions import MAX_VERSION_CHARS
 from forge.weights import CudaStorage, SharedMemory, SharedTensor, SharedWeights
 
 MAX_TENSORS = 65_536
 MAX_BYTES = 2**44
+MAX_KEY_CHARS = 4096
+MAX_ERRORS = 64
+"""Wrong fields of a message, beyond which none is named: a description of each takes too long."""
 DTYPE_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Name of a dtype -> bytes of an element."""
 
 Size = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Hex = Annotated[str, Field(max_length=65_536, pattern=r"^([0-9a-f]{2})*$")]
 """Bytes as hexadecimal digits. A handle has a part for each segment of its memory."""
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class _Fields(BaseModel):
@@ -52,21 +58,32 @@ class _CudaFields(_Fields):
 class _TensorFields(_Fields):
     name: Annotated[str, Field(min_length=1, max_length=1024)]
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
-    shape: Annotated[list[Size], Field(max_length=16)]
+    shape: Annotated[list[Size], Field(max_length=16), FailFast()]
     storage: Size
     offset: Size
+
+
+Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
+
+
+class _KeyField(BaseModel):
+    """The key of a message, whose other fields are parsed and not checked."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    key: Key
 
 
 class WeightsMessage(_Fields):
     """The body of a message."""
 
-    key: str
-    weight_version: str | None = None
+    key: Key
+    weight_version: Annotated[str, Field(max_length=MAX_VERSION_CHARS)] | None = None
     storages: Annotated[
         list[Annotated[_MemoryFields | _CudaFields, Field(discriminator="kind")]],
         Field(max_length=MAX_TENSORS),
+        FailFast(),
     ]
-    tensors: Annotated[list[_TensorFields], Field(max_length=MAX_TENSORS)]
+    tensors: Annotated[list[_TensorFields], Field(max_length=MAX_TENSORS), FailFast()]
 
     def weights(self, memory_path: str | None, memory_bytes: int) -> SharedWeights:
         """Return the weights. Raises InvalidWeights for a tensor that is not in its storage.
@@ -114,6 +131,13 @@ class WeightsMessage(_Fields):
                 f"there is no storage {tensor.storage} among {len(self.storages)}",
                 "Give the index of one",
             )
+        # torch multiplies the sizes of an empty tensor too.
+        if prod(size or 1 for size in tensor.shape) > MAX_BYTES:
+            raise InvalidWeights(
+                tensor.name,
+                f"its shape has more than {MAX_BYTES} elements without its sizes of 0",
+                "Give that of the model's tensor",
+            )
         size = DTYPE_SIZES[tensor.dtype]
         end = size * (tensor.offset + prod(tensor.shape))
         num_bytes = self.storages[tensor.storage].num_bytes
@@ -138,11 +162,29 @@ def _cuda_storage(fields: _CudaFields) -> CudaStorage:
     )
 
 
+def parse_key(text: bytes) -> str:
+    """Return the key of a message. Raises InvalidWeights where it has none.
+
+    Nothing else is checked: a message without the right key costs no more than its parsing.
+    """
+    return _parse(_KeyField, text).key
+
+
 def parse_message(text: bytes) -> WeightsMessage:
     """Return the message. Raises InvalidWeights with the place of what is wrong."""
+    return _parse(WeightsMessage, text)
+
+
+def _parse(model: type[Parsed], text: bytes) -> Parsed:
     try:
-        return WeightsMessage.model_validate_json(text)
+        return model.model_validate_json(text)
     except ValidationError as error:
+        if error.error_count() > MAX_ERRORS:
+            raise InvalidWeights(
+                "message",
+                f"{error.error_count()} fields are wrong or unknown",
+                "Send it with forge.weights_client",
+            ) from None
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "message"
         raise InvalidWeights(

@@ -460,7 +460,8 @@ def test_tensors_are_taken_from_the_process_of_the_engine_only(kind: Any) -> Non
     async def update() -> None:
         async with kind("hash:seed=1") as llm:
             if kind is AsyncLLM:
-                assert (await llm.update_weights(NEW, "new")).keys() == {"update"}
+                update = await llm.update_weights(NEW, "new")
+                assert update.version == "new" and update.seconds.keys() == {"update"}
                 assert llm.weight_version == "new"
             else:
                 with pytest.raises(InvalidWeights, match="Give WeightFiles"):

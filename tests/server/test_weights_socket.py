@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
+import itertools
 import json
 import os
 import socket
 import stat
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +20,15 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig
 from forge.server.app import create_app
-from forge.server.weights_socket import MAX_MESSAGE_BYTES, WeightsSocket, open_weights_socket
+from forge.server.weights_socket import (
+    MAX_CONNECTIONS,
+    MAX_MESSAGE_BYTES,
+    WeightsSocket,
+    _Refusal,
+    open_weights_socket,
+)
 from forge.trainer_access import TrainerAccess
+from forge.weights import SharedWeights
 
 pytestmark = pytest.mark.skipif(
     not hasattr(fcntl, "F_GET_SEALS"), reason="this system has no memory files that are sealed"
@@ -105,6 +114,16 @@ def run_with_socket(
 
 REFUSED: list[tuple[Message, str, str]] = [
     (message(key="client"), "invalid_api_key", "key: it is wrong"),
+    (message(key="client", tensors=[{}]), "invalid_api_key", "key: it is wrong"),
+    (message(key=7), "invalid_weights", "key: "),
+    (message(key="x" * 4097), "invalid_weights", "key: "),
+    (message(weight_version="x" * 129), "invalid_weights", "weight_version: "),
+    (message(tensors=[{}] * 100), "invalid_weights", "tensors.0.name: Field required"),
+    (message(storages=[{}] * 100), "invalid_weights", "storages.0: Unable"),
+    (
+        message(**{f"extra {index}": 1 for index in range(100)}),
+        *("invalid_weights", "message: 100 fields are wrong or unknown"),
+    ),
     (message(extra=1), "invalid_weights", "extra: Extra inputs are not permitted"),
     (message(weight_version=7), "invalid_weights", "weight_version: "),
     (message(tensors=[]), "invalid_weights", "weights: the model hash has no tensors"),
@@ -115,7 +134,9 @@ REFUSED: list[tuple[Message, str, str]] = [
             ("dtype", "int8", "tensors.0.dtype: "),
             ("dtype", "float32; import os", "tensors.0.dtype: "),
             ("shape", [-1], "tensors.0.shape.0: "),
-            ("shape", [2**44, 2**44], "w: it ends at byte"),
+            ("shape", [2**44, 2**44], "w: its shape has more than"),
+            ("shape", [0, 2**44, 2**44, 2**44], "w: its shape has more than"),
+            ("shape", [2**44], "w: it ends at byte"),
             ("shape", [3, 3], "w: it ends at byte 36 of a storage of 32"),
             ("shape", [1] * 17, "tensors.0.shape: "),
             ("offset", 3, "w: it ends at byte 36 of a storage of 32"),
@@ -185,6 +206,120 @@ def test_only_the_user_of_the_server_is_read(tmp_path: Path) -> None:
     run_with_socket(path, test, peer_uid=lambda connection: os.getuid() + 1)
 
 
+def test_a_message_has_one_deadline(tmp_path: Path) -> None:
+    """The clock goes on by six seconds between two reads, of which there are two."""
+    path = tmp_path / "weights.sock"
+    times_s = itertools.count(0.0, 6.0)
+
+    async def test(llm: AsyncLLM) -> None:
+        error = (await asyncio.to_thread(exchange, path, message()))["error"]
+        assert error["code"] == "request_timeout" and "after 10 s" in error["message"]
+
+    run_with_socket(path, test, clock_s=lambda: next(times_s))
+
+
+def test_connections_that_send_nothing_do_not_delay_others(tmp_path: Path) -> None:
+    """As many as are served at once, less one; one of them has begun a message."""
+    path = tmp_path / "weights.sock"
+
+    async def test(llm: AsyncLLM) -> None:
+        with ExitStack() as exit_stack:
+            for _ in range(MAX_CONNECTIONS - 1):
+                connection = exit_stack.enter_context(socket.socket(socket.AF_UNIX))
+                connection.connect(str(path))
+            connection.sendall(b"\0\0")
+            error = (await asyncio.to_thread(exchange, path, message(key="client")))["error"]
+            assert error["code"] == "invalid_api_key"
+
+    # The clock stands: a message has no deadline, and one that waits for another waits for ever.
+    run_with_socket(path, test, clock_s=lambda: 0.0)
+
+
+def test_a_connection_that_is_open_at_the_end_is_refused_at_once(tmp_path: Path) -> None:
+    """Its message is incomplete. One that comes after `stop` is not updated from either."""
+    path = tmp_path / "weights.sock"
+
+    async def test() -> None:
+        weights_socket = WeightsSocket(str(path), "admin", clock_s=lambda: 0.0)
+        async with AsyncLLM("hash") as llm:
+            weights_socket.start(llm, asyncio.get_running_loop())
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(TIMEOUT_S)
+                connection.connect(str(path))
+                connection.sendall(b"\0")
+                while not weights_socket._connections:
+                    await asyncio.sleep(0.001)
+                await asyncio.to_thread(weights_socket.close)
+                with connection.makefile("rb") as file:
+                    error = json.loads(file.read()[8:])["error"]
+                assert error["code"] == "shutting_down"
+                assert not weights_socket._connections and not path.exists()
+            with pytest.raises(_Refusal, match="shutting down"):
+                weights_socket._update(llm, asyncio.get_running_loop(), SharedWeights((), ()), None)
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+class FailingListener:
+    """Listener that has no descriptor for the first connection, as after EMFILE."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._errors = [OSError(errno.EMFILE, "Too many open files")]
+
+    def accept(self) -> Any:
+        if self._errors:
+            raise self._errors.pop()
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_a_lack_of_descriptors_does_not_end_the_socket(tmp_path: Path) -> None:
+    path = tmp_path / "weights.sock"
+
+    async def test() -> None:
+        async with AsyncLLM("hash") as llm:
+            weights_socket = WeightsSocket(str(path), "admin")
+            listener = FailingListener(weights_socket._listener)
+            weights_socket._listener = listener  # type: ignore[assignment]
+            weights_socket.start(llm, asyncio.get_running_loop())
+            error = (await asyncio.to_thread(exchange, path, message(key="client")))["error"]
+            assert error["code"] == "invalid_api_key" and not listener._errors
+            await asyncio.to_thread(weights_socket.close)
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+def test_the_socket_of_a_later_server_stays(tmp_path: Path) -> None:
+    path = tmp_path / "weights.sock"
+    first = WeightsSocket(str(path), "admin")
+    path.unlink()
+    second = WeightsSocket(str(path), "admin")
+    first.close()
+    assert path.exists()
+    second.close()
+    second.close()
+    assert not path.exists()
+
+
+def test_a_server_with_a_full_backlog_is_in_use(tmp_path: Path) -> None:
+    """A start does not wait for it."""
+    path = str(tmp_path / "weights.sock")
+    with ExitStack() as exit_stack:
+        listener = exit_stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        listener.listen(0)
+        with suppress(BlockingIOError):
+            while True:
+                connection = exit_stack.enter_context(socket.socket(socket.AF_UNIX))
+                connection.setblocking(False)
+                connection.connect(path)
+        with pytest.raises(InvalidConfig, match="weights_socket: there is a file"):
+            open_weights_socket(path, TrainerAccess("admin", None))
+
+
 def test_the_kernel_says_who_the_peer_is(tmp_path: Path) -> None:
     """Of a socket pair both ends are this process."""
     from forge.server import weights_socket
@@ -215,5 +350,7 @@ def test_a_socket_of_a_server_that_has_ended_is_replaced(tmp_path: Path) -> None
 
 def test_a_socket_needs_the_admin_key(tmp_path: Path) -> None:
     assert open_weights_socket(None, None) is None
+    with pytest.raises(InvalidConfig, match="weights_socket: it is empty"):
+        open_weights_socket("", TrainerAccess("admin", None))
     with pytest.raises(InvalidConfig, match=r"weights_socket: .* Give admin_key too"):
         open_weights_socket(str(tmp_path / "weights.sock"), None)

@@ -30,16 +30,18 @@ def open_shared_weights(weights: SharedWeights) -> dict[str, torch.Tensor]:
     """
     try:
         storages = [_open_storage(storage) for storage in weights.storages]
+        return {
+            tensor.name: storages[tensor.storage](tensor, _find_dtype(tensor))
+            for tensor in weights.tensors
+        }
+    except InvalidWeights:
+        raise
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidWeights(
             "storages",
             f"the memory of the trainer cannot be opened: {one_line(error)}",
             "Send it again, from a process of this machine that is still alive",
         ) from None
-    return {
-        tensor.name: storages[tensor.storage](tensor, _find_dtype(tensor))
-        for tensor in weights.tensors
-    }
 
 
 def _find_dtype(tensor: SharedTensor) -> torch.dtype:
@@ -75,7 +77,7 @@ def _open_memory(memory: SharedMemory) -> OpenTensor:
 def _open_cuda(storage: CudaStorage) -> OpenTensor:
     index = _find_device(storage.device_uuid)
     storage_type: Any = torch.UntypedStorage
-    opened = storage_type._new_shared_cuda(
+    cuda_storage = storage_type._new_shared_cuda(
         index,
         storage.handle,
         storage.num_bytes,
@@ -88,7 +90,7 @@ def _open_cuda(storage: CudaStorage) -> OpenTensor:
 
     def open_tensor(tensor: SharedTensor, dtype: torch.dtype) -> torch.Tensor:
         empty = torch.empty(0, dtype=dtype, device=torch.device("cuda", index))
-        return empty.set_(opened, tensor.offset, tensor.shape)
+        return empty.set_(cuda_storage, tensor.offset, tensor.shape)
 
     return open_tensor
 
