@@ -20,7 +20,7 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge.errors import InvalidWeights, RequestFailed
 
@@ -34,29 +34,39 @@ def send_weights(
     admin_key: str,
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     version: str | None = None,
+    timeout_s: float = 600.0,
 ) -> dict[str, Any]:
     """Replace weights of the server that listens at `path`, and return its response.
 
     It follows when every later token is of the new weights. All tensors or some may be given, by
     their names in the checkpoint; those of a GPU are copied from there.
 
-    version   name of the weights in later outputs; None: the next number
-    Raises InvalidWeights for what is no tensor, RequestFailed where the server refuses the update,
-    and OSError where it cannot be reached.
+    version     name of the weights in later outputs; None: the next number
+    timeout_s   longest wait for the server to read, or to respond. The update may be carried out
+                later all the same
+    Raises InvalidWeights for a value that cannot be sent as a tensor and for a repeated name,
+    RequestFailed where the server refuses the update, TimeoutError after `timeout_s`, and OSError
+    where the server cannot be reached.
     """
-    named = dict(tensors)
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    named: dict[str, Any] = {}
+    for name, tensor in pairs:
+        if name in named:
+            raise InvalidWeights(str(name)[:160], "it comes twice", "Send it once")
+        named[name] = tensor
     with ExitStack() as exit_stack:
         message: dict[str, Any] = {"key": admin_key, "weight_version": version}
-        storages, entries, descriptors, kept = _export(named, exit_stack)
-        message |= {"storages": storages, "tensors": entries}
+        exported = _export(named, exit_stack)
+        message |= {"storages": exported.storages, "tensors": exported.entries}
         text = json.dumps(message).encode()
         connection = exit_stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connection.settimeout(timeout_s)
         connection.connect(path)
         with suppress(BrokenPipeError):  # a refusal may come before the end of the message
-            socket.send_fds(connection, [_LENGTH.pack(len(text))], descriptors)
+            socket.send_fds(connection, [_LENGTH.pack(len(text))], exported.descriptors)
             connection.sendall(text)
         response: dict[str, Any] = json.loads(_read_message(connection))
-        del kept  # until here the server may read them
+        del exported  # until here the server may read the tensors
     if "error" in response:
         raise RequestFailed(response["error"]["message"])
     return response
@@ -71,10 +81,17 @@ def _read_message(connection: socket.socket) -> bytes:
     return text
 
 
-def _export(
-    tensors: Mapping[str, Any], exit_stack: ExitStack
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[int], list[Any]]:
-    """Return storages and tensors of a message, its descriptors, and tensors to be kept meanwhile.
+class _Export(NamedTuple):
+    """Fields of a message, its descriptors, and the GPU tensors that its storages belong to."""
+
+    storages: list[dict[str, Any]]
+    entries: list[dict[str, Any]]
+    descriptors: list[int]
+    gpu_tensors: list[Any]
+
+
+def _export(tensors: Mapping[str, Any], exit_stack: ExitStack) -> _Export:
+    """Return what the server needs to read the tensors.
 
     The descriptors are closed with `exit_stack`.
     """
@@ -84,15 +101,19 @@ def _export(
     entries: list[dict[str, Any]] = []
     on_cpu: dict[str, torch.Tensor] = {}
     indices: dict[int, int] = {}  # address of a storage on a GPU -> its index
-    kept: list[torch.Tensor] = []
+    gpu_tensors: list[torch.Tensor] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidWeights(str(name)[:160], "it is no tensor", "Give a torch.Tensor")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise InvalidWeights(
+                str(name)[:160], "it is sparse, or has no memory", "Give a dense tensor with values"
+            )
         tensor = tensor.detach().contiguous()
         if not tensor.is_cuda or not tensor.numel():  # CUDA exports no empty storage
             on_cpu[name] = tensor.cpu()
             continue
-        kept.append(tensor)
+        gpu_tensors.append(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in indices:
             indices[storage.data_ptr()] = len(storages)
@@ -109,7 +130,7 @@ def _export(
         storages.append({"kind": "memory", "num_bytes": num_bytes})
         for name, tensor in on_cpu.items():
             entries.append(_entry(name, tensor, storage_index, offsets[name]))
-    return storages, entries, descriptors, kept
+    return _Export(storages, entries, descriptors, gpu_tensors)
 
 
 def _entry(name: str, tensor: Any, storage: int, offset: int) -> dict[str, Any]:
