@@ -430,7 +430,7 @@ class AsyncLLM:
         namespace = new_namespace()
         command = UpdateWeights(next(self._ids), source, version, namespace)
         result = await self._execute(command)
-        assert result.weight_version is not None, f"{command.ticket} has begun a version"
+        assert result.weight_version is not None, f"{command.ticket} started a version"
         return WeightUpdate(result.weight_version, dict(result.times))
 
     async def sleep(self, level: int = 1) -> dict[str, float]:

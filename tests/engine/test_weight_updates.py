@@ -19,7 +19,14 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.config import DiskTier, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
-from forge.engine_loop import EngineLoop, Pause, PauseResult, Resume, StepReport
+from forge.engine_loop import (
+    EngineLoop,
+    Pause,
+    PauseResult,
+    Resume,
+    StepReport,
+    UpdateWeights,
+)
 from forge.errors import DuplicateRequest, EngineDead, EnginePaused, InvalidConfig, InvalidWeights
 from forge.llm import LLM
 from forge.models.file_moves import FileMoves
@@ -430,6 +437,23 @@ def test_a_pause_that_is_ended_before_it_began_is_refused() -> None:
         ended.refusal, EnginePaused
     )
     assert sum(len(delta.tokens) for report in reports for delta in report.deltas) == 20
+
+
+def test_each_update_of_a_report_has_its_own_version() -> None:
+    """The report's status has that of the last one."""
+    reports: list[StepReport] = []
+
+    def on_report(report: StepReport) -> None:
+        reports.append(report)
+        loop.stop()
+
+    loop = EngineLoop(Engine(create_model(), create_config()), on_report)
+    for ticket, version in ((1, "one"), (2, None), (3, "0")):
+        loop.post(UpdateWeights(ticket, NEW, version, f"namespace {ticket}"))
+    loop.run()
+    results = [(each.ticket, each.weight_version) for each in reports[0].pause_results]
+    assert results == [(1, "one"), (2, "2"), (3, None)]
+    assert reports[0].status.weight_version == "2"
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])

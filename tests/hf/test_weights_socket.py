@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from forge import AsyncLLM, SamplingParams  # noqa: E402
 from forge.errors import InvalidWeights, RequestFailed  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.server.weights_socket import WeightsSocket  # noqa: E402
+from forge.weights import SharedMemory, SharedTensor, SharedWeights  # noqa: E402
 from forge.weights_client import send_weights  # noqa: E402
 from tests.hf.families import create_module  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
@@ -115,8 +117,19 @@ def test_tensors_that_match_are_copied_and_others_are_named_and_change_nothing(
         ):
             with pytest.raises(RequestFailed, match=problem):
                 await send(wrong)
-        with pytest.raises(InvalidWeights, match="it is no tensor"):
-            await send({name: [1.0]})
+        for unsent, problem in (
+            ({name: [1.0]}, "it is no tensor"),
+            ({name: torch.zeros(2, 2).to_sparse()}, "it is sparse, or has no memory"),
+            ({name: torch.zeros(2, device="meta")}, "it is sparse, or has no memory"),
+            ([(name, tensors[name])] * 2, "it comes twice"),
+        ):
+            with pytest.raises(InvalidWeights, match=f"{name}: {problem}"):
+                await send(unsent)
+        # Sizes whose product is no number of 64 bits, and which the socket refuses before.
+        memory = SharedMemory("/dev/zero", 4096)
+        overflow = SharedTensor(name, "float32", (0, 2**44, 2**44, 2**44), 0, 0)
+        with pytest.raises(InvalidWeights, match="cannot be opened"):
+            await llm.update_weights(SharedWeights((memory,), (overflow,)))
         assert llm.weight_version == "0" and await generate(llm) == before
         assert (await send(tensors))["weight_version"] == "1"
         model = llm.engine.model
@@ -125,6 +138,15 @@ def test_tensors_that_match_are_copied_and_others_are_named_and_change_nothing(
         assert all(torch.equal(tensors[name], parameters[name]) for name in parameters)
 
     run_with_socket(tmp_path, old, test)
+
+
+def test_a_server_that_does_not_respond_is_left(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(TimeoutError):
+            send_weights(path, "admin", {"w": torch.zeros(2)}, timeout_s=0.01)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,10 @@ import fcntl
 import itertools
 import json
 import os
+import signal
 import socket
 import stat
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,8 +20,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from forge.async_llm import AsyncLLM
+from forge.cli.main import main
 from forge.errors import InvalidConfig
 from forge.server.app import create_app
+from forge.server.http_server import run_server
 from forge.server.weights_socket import (
     MAX_CONNECTIONS,
     MAX_MESSAGE_BYTES,
@@ -219,7 +223,7 @@ def test_a_message_has_one_deadline(tmp_path: Path) -> None:
 
 
 def test_connections_that_send_nothing_do_not_delay_others(tmp_path: Path) -> None:
-    """As many as are served at once, less one; one of them has begun a message."""
+    """As many as are served at once, less one; one of them has sent a part of a message."""
     path = tmp_path / "weights.sock"
 
     async def test(llm: AsyncLLM) -> None:
@@ -231,7 +235,7 @@ def test_connections_that_send_nothing_do_not_delay_others(tmp_path: Path) -> No
             error = (await asyncio.to_thread(exchange, path, message(key="client")))["error"]
             assert error["code"] == "invalid_api_key"
 
-    # The clock stands: a message has no deadline, and one that waits for another waits for ever.
+    # The clock stands: no message has a deadline, and a wait for another one has no end.
     run_with_socket(path, test, clock_s=lambda: 0.0)
 
 
@@ -258,6 +262,45 @@ def test_a_connection_that_is_open_at_the_end_is_refused_at_once(tmp_path: Path)
                 weights_socket._update(llm, asyncio.get_running_loop(), SharedWeights((), ()), None)
 
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+class ObservedSocket(WeightsSocket):
+    """WeightsSocket that keeps on which threads it was stopped."""
+
+    def __init__(self, path: str, admin_key: str) -> None:
+        super().__init__(path, admin_key)
+        self.threads: list[threading.Thread] = []
+
+    def stop(self) -> None:
+        self.threads.append(threading.current_thread())
+        super().stop()
+
+
+def test_the_socket_stops_when_the_shutdown_begins(tmp_path: Path) -> None:
+    """On the thread of the event loop, before open requests are waited for."""
+    weights_socket = ObservedSocket(str(tmp_path / "weights.sock"), "admin")
+    run_server(
+        AsyncLLM("hash"),
+        host="127.0.0.1",
+        port=0,
+        api_keys=(),
+        served_model_name=None,
+        on_ready=lambda url: signal.raise_signal(signal.SIGTERM),
+        weights_socket=weights_socket,
+    )
+    assert weights_socket.threads[0] is threading.main_thread()
+    assert len(weights_socket.threads) == 2
+
+
+def test_a_failed_start_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORGE_ADMIN_KEY", "admin")
+    path = tmp_path / "weights.sock"
+    options = ["--weights-socket", str(path), "--otlp-traces-endpoint", "x"]
+    assert main(["serve", "hash", *options]) == 2
+    assert "--otlp-traces-endpoint" in capsys.readouterr().err
+    assert not path.exists()
 
 
 class FailingListener:
