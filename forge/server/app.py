@@ -126,10 +126,8 @@ def create_app(
 
     if traces is not None:
         llm.add_observer(traces)
-    trainer_routes, admin_keys = [], None
-    if trainer_access is not None:
-        trainer_routes = TrainerEndpoints(llm, trainer_access).routes()
-        admin_keys = Tenants((trainer_access.admin_key,))
+    trainers = None if trainer_access is None else TrainerEndpoints(llm, trainer_access)
+    admin_keys = None if trainer_access is None else Tenants((trainer_access.admin_key,))
 
     app = Starlette(
         routes=[
@@ -145,7 +143,7 @@ def create_app(
             *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
             *TokenizationEndpoints(llm, served_model.name).routes(),
-            *trainer_routes,
+            *([] if trainers is None else trainers.routes()),
             Route("/metrics", metrics.scrape, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
         ],
