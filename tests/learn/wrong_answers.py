@@ -45,6 +45,13 @@ WRONG_ANSWERS = (
     ),
     WrongAnswer("memory", "seconds", "1000 * num_bytes", "num_bytes", "milliseconds"),
     WrongAnswer(
+        *("memory", "head size of the first case", "num_kv_heads * model.head_dim"),
+        *("num_kv_heads * 128", "next case are others"),
+    ),
+    WrongAnswer(
+        *("memory", "KV heads of the first case", "2 * model.num_kv_heads", "2 * 8", "every size"),
+    ),
+    WrongAnswer(
         *("plans", "budget exceeded", "left = budget - len(decodes)", "left = budget"),
         "positions at most",
     ),
@@ -70,6 +77,21 @@ WRONG_ANSWERS = (
         ),
         "in chunks",
     ),
+    WrongAnswer(
+        *("plans", "one slot too many", "waiting and len(running) < max_num_seqs"),
+        *("waiting and len(running) <= max_num_seqs", "2 requests run at most"),
+    ),
+    WrongAnswer(
+        *("plans", "last request first", "waiting.pop(0)", "waiting.pop()", "in their order"),
+    ),
+    WrongAnswer(
+        *("plans", "empty chunks", "and chunk > 0:", "and chunk >= 0:", "leave it out"),
+    ),
+    WrongAnswer(
+        *("plans", "floats", "plan = {r: (computed[r], computed[r] + 1)"),
+        *("plan = {r: (computed[r], computed[r] + 1.0)", "two whole numbers"),
+    ),
+    WrongAnswer("plans", "no plans", "return plans", "return []", "computes something"),
     WrongAnswer("pool", "lookup over a gap", "break", "continue", "Stop at the first hash"),
     WrongAnswer(
         *("pool", "hash stays", "del self.block_by_hash[self.hash_by_block.pop(block)]"),
@@ -92,16 +114,29 @@ WRONG_ANSWERS = (
         is_long=True,
     ),
     WrongAnswer(
+        *("bug", "forge's pool", "class Pool(BlockPool):", "Pool = BlockPool\nclass Other(Pool):"),
+        "keep the other three",
+    ),
+    WrongAnswer(
+        *(
+            "bug",
+            "a method less",
+            "    def fork(self",
+            "    def fork_(self",
+            "does not define fork",
+        ),
+    ),
+    WrongAnswer(
         *("bug", "root first", "self.free(table.blocks)", "self.free(table.blocks[::-1])"),
         "from its end",
         is_long=True,
     ),
     WrongAnswer(
-        *("budget", "too small", "BATCHED_TOKENS = 256", "BATCHED_TOKENS = 64", "they queue"),
+        *("budget", "too small", "BATCHED_TOKENS = 900", "BATCHED_TOKENS = 256", "they queue"),
         is_long=True,
     ),
     WrongAnswer(
-        *("budget", "too large", "BATCHED_TOKENS = 256", "BATCHED_TOKENS = 2048"),
+        *("budget", "too large", "BATCHED_TOKENS = 900", "BATCHED_TOKENS = 2048"),
         "how long may a step be",
         is_long=True,
     ),
@@ -120,6 +155,12 @@ WRONG_ANSWERS = (
         ),
         is_long=True,
     ),
+    WrongAnswer(
+        *("policy", "a low bound", "    return next("),
+        "    if waiting[0].num_overtaken >= 8:\n        return waiting[0]\n    return next(",
+        "closes the queue",
+        is_long=True,
+    ),
     WrongAnswer("acceptance", "p", "min(Fraction(1), p / q)", "p", "p alone"),
     WrongAnswer("acceptance", "no bound", "min(Fraction(1), p / q)", "p / q", "at most 1"),
     WrongAnswer(
@@ -135,6 +176,15 @@ WRONG_ANSWERS = (
         "Use replace_u",
     ),
     WrongAnswer(
+        *("acceptance", "drafts without use", "    if accept_u < acceptance(p[draft], q[draft]):"),
+        *("    return draw(p, replace_u)\n    if True:", "costs no step"),
+        is_long=True,
+    ),
+    WrongAnswer(
+        *("acceptance", "<=", "accept_u < acceptance", "accept_u <= acceptance", "stays exactly"),
+        is_long=True,
+    ),
+    WrongAnswer(
         *(
             "depth",
             "depth 1",
@@ -143,10 +193,27 @@ WRONG_ANSWERS = (
             "while the device runs step n",
         ),
     ),
+    WrongAnswer("depth", "a None", "return events", "return [*events, None]", "is a text"),
+    WrongAnswer(
+        *(
+            "depth",
+            "an event more",
+            "return events",
+            "return [*events, 'end']",
+            "four of each step",
+        ),
+    ),
+    WrongAnswer(
+        "depth", "rules", '"b": "last token"', '"b": ["last token"]', "['last token'] is no rule"
+    ),
     WrongAnswer("depth", "a rule", '"b": "last token"', '"b": "epoch"', "about to free"),
     WrongAnswer("depth", "no rule", '"b": "last token"', '"b": "luck"', "Use one of"),
     WrongAnswer(
         *("capacity", "too low", "return low", "return low / 2", "too low"),
+        is_long=True,
+    ),
+    WrongAnswer(
+        *("capacity", "6 % too low", "return low", "return low * 0.94", "interval is narrow"),
         is_long=True,
     ),
     WrongAnswer(

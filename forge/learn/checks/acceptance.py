@@ -69,6 +69,7 @@ def check(module: ModuleType, seed: int) -> str:
                 f"{show(law)}",
                 _law_hint(module, law, p, q),
             )
+        _check_use_of_draft(module, p, q)
     return f"{len(pairs)} pairs of laws: the output has exactly the law p, whatever q is"
 
 
@@ -118,6 +119,28 @@ def _check_residual(module: ModuleType, p: Law, q: Law) -> None:
             hint = "How much of p do the accepted drafts leave to each token?"
         what = f"residual({show(p)}, {show(q)}) is {show(found)}, expected {show(right)}"
         raise WrongAnswer(f"{what}, or a multiple", hint)
+
+
+def _check_use_of_draft(module: ModuleType, p: Law, q: Law) -> None:
+    """Raise WrongAnswer unless a draft stays exactly where `accept_u` is below its acceptance.
+
+    A rule that draws from p has the right law too, but then no draft is of use.
+    """
+    for draft, chance in q.items():
+        if not chance:
+            continue
+        threshold = module.acceptance(p[draft], chance)
+        for accept_u in (Fraction(), threshold, *POINTS):
+            if accept_u == 1:
+                continue
+            token = module.next_token(draft, dict(p), dict(q), accept_u, POINTS[0])
+            if (token == draft) != (accept_u < threshold):
+                raise WrongAnswer(
+                    f"next_token: p is {show(p)}, q is {show(q)}, and the draft {draft} has the "
+                    f"acceptance {threshold}; with accept_u = {accept_u} the token is {token}",
+                    "A draft stays exactly where accept_u is below its acceptance: a draft that "
+                    "stays is a token that costs no step",
+                )
 
 
 def _law_hint(module: ModuleType, law: Law, p: Law, q: Law) -> str:

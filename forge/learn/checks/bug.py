@@ -26,6 +26,8 @@ from forge.learn.checks.pool import (
 from forge.sim.faults.fuzz import run_seeds
 
 NUM_SEEDS = 32
+METHODS = ("open", "grow", "fork", "release")
+"""Methods that the stub writes out, one of them with the bug."""
 
 
 @contextmanager
@@ -44,6 +46,7 @@ def check(module: ModuleType, seed: int) -> str:
     """Run worlds with faults on the learner's pool, then compare it with forge's."""
     if not (isinstance(module.Pool, type) and issubclass(module.Pool, BlockPool)):
         raise WrongAnswer("Pool is no subclass of forge.blocks.BlockPool", "Keep the stub's class")
+    _check_methods(module.Pool)
     _check_sharing(module.Pool)
     with pool_class(module.Pool):
         report = run_seeds(seed, seed + NUM_SEEDS - 1, write_line=lambda line: None)
@@ -72,6 +75,17 @@ def check(module: ModuleType, seed: int) -> str:
     return (
         f"{report.num_seeds} worlds with faults, and {num_evictions} evictions as in forge's pool"
     )
+
+
+def _check_methods(pool: type[BlockPool]) -> None:
+    """Raise WrongAnswer where a method is forge's own instead of one of the file."""
+    methods, right = vars(pool), vars(BlockPool)
+    missing = [each for each in METHODS if methods.get(each) in (None, right[each])]
+    if missing:
+        raise WrongAnswer(
+            f"Pool does not define {', '.join(missing)}",
+            "The bug is in one of four methods: fix it there, and keep the other three",
+        )
 
 
 def _check_sharing(pool: type[BlockPool]) -> None:

@@ -18,6 +18,8 @@ from forge.sim.scenario import Scenario
 NUM_REQUESTS = 60
 MAX_SIMULATIONS = 14
 TOLERANCE = 1.05
+HIGHER_SHARES = (1.03, 1.04, TOLERANCE, 1.055)
+"""Rates above the answer, as shares of it. 95 % of the right rate breaks a limit at the last."""
 LOOSE_MS = 60_000.0
 BLOCK_SIZE, MEMORY_SHARE = 16, 0.9
 MACHINES = (
@@ -127,9 +129,10 @@ def _check_rate(world: World, limits: Figures, rate: float) -> None:
             "The rate is too high. Both limits must hold, and the answer is the end of the "
             "interval at which they do",
         )
-    if all(_hold(world.run(rate * share), limits) for share in (1.03, TOLERANCE, 1.1)):
+    if all(_hold(world.run(rate * share), limits) for share in HIGHER_SHARES):
+        higher = rate * HIGHER_SHARES[-1]
         raise WrongAnswer(
-            f"{where}: the limits hold at {rate:.2f}/s, and at {rate * 1.1:.2f}/s too",
+            f"{where}: the limits hold at {rate:.2f}/s, and at {higher:.2f}/s too",
             "The rate is too low: search on until the interval is narrow",
         )
 

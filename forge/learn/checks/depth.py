@@ -101,7 +101,7 @@ def check(module: ModuleType, seed: int) -> str:
     rules = {rule for rule, _ in REASONS.values()}
     for name, (rule, reason) in REASONS.items():
         answer = answers.get(name)
-        if answer not in rules:
+        if not isinstance(answer, str) or answer not in rules:
             raise WrongAnswer(
                 f"order {name}: {shorten(answer)} is no rule",
                 f"Use one of: {', '.join(sorted(rules))}",
@@ -118,16 +118,19 @@ def _compare(answer: Any, expected: list[str], num_steps: int, depth: int) -> No
     call = f"order({num_steps}, {depth})"
     if not isinstance(answer, list):
         raise WrongAnswer(f"{call} returned {shorten(answer)}, which is no list")
-    for index, (found, right) in enumerate(zip_longest(answer, expected)):
+    if not all(isinstance(each, str) for each in answer):
+        raise WrongAnswer(
+            f"{call} returned {shorten(answer)}", "An event is a text, such as 'schedule 0'"
+        )
+    for index, (found, right) in enumerate(zip_longest(answer, expected, fillvalue="none")):
         if found != right:
             if depth == 2 and answer == record_events(num_steps, 1):
                 hint = "At depth 2 the host makes plan n + 1 while the device runs step n"
-            elif sorted(map(str, answer)) != sorted(expected):
+            elif sorted(answer) != sorted(expected):
                 hint = f"There are {len(expected)} events: four of each step"
             elif right.startswith(("read", "commit")):
-                hint = (
-                    f"{depth} plans are in flight: the oldest is committed before another is made"
-                )
+                in_flight = "1 plan is" if depth == 1 else f"{depth} plans are"
+                hint = f"{in_flight} in flight: the oldest is committed before another is made"
             else:
                 hint = "A plan is launched at once, and read when its tokens are needed"
             raise WrongAnswer(f"{call}: event {index} is {found}, expected {right}", hint)

@@ -1,20 +1,24 @@
 """Check of exercise 1: the memory of models, from their shapes.
 
-Owns the known wrong answers. The call_for_number are those of the simulator's roofline.
+Owns the known wrong answers and the drawn shapes. The first case and the GPUs are those of the
+simulator's roofline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from types import ModuleType
 from typing import NamedTuple
 
 from forge.learn.answers import WrongAnswer, call_for_number, create_random, is_close
-from forge.sim.cost.roofline import BYTES_PER_VALUE, GPUS, MODEL_SHAPES, Gpu, ModelShape
+from forge.sim.cost.roofline import BYTES_PER_VALUE, GPUS, MODEL_SHAPES, Gpu
 
 MEMORY_SHARE = 0.9
 FIRST_CASE = ("h200", "qwen3-4b")
 NUM_CASES = 6
+OTHER_SIZES = "Compute with every size of `model` and `gpu`: those of the next case are others"
+"""Hint of an answer that is none of the known wrong ones."""
 
 
 class Model(NamedTuple):
@@ -30,34 +34,56 @@ class Model(NamedTuple):
 def check(module: ModuleType, seed: int) -> str:
     """Compare the three functions on the first case and on drawn ones."""
     random = create_random(seed, 1)
+    gpu_name, model_name = FIRST_CASE
+    shape = MODEL_SHAPES[model_name]
     # With tied tables a step reads every weight, so one number serves for memory and time.
-    names = [name for name, shape in MODEL_SHAPES.items() if shape.tie_word_embeddings]
-    drawn = [(random.choice(sorted(GPUS)), random.choice(names)) for _ in range(NUM_CASES)]
-    for gpu_name, model_name in [FIRST_CASE, *drawn]:
-        num_rows, context_len = random.choice((1, 8, 64, 256)), random.randrange(500, 8000)
-        where = f"{model_name} on {gpu_name}"
-        _check_case(module, where, GPUS[gpu_name], MODEL_SHAPES[model_name], num_rows, context_len)
-    kv_bytes = MODEL_SHAPES["qwen3-4b"].kv_bytes_per_token
-    return f"{NUM_CASES + 1} models and GPUs; Qwen3-4B keeps {kv_bytes} bytes a token"
-
-
-def _check_case(
-    module: ModuleType, where: str, gpu: Gpu, shape: ModelShape, num_rows: int, context_len: int
-) -> None:
-    model = Model(
+    assert shape.tie_word_embeddings, model_name
+    first = Model(
         *(shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim),
         shape.weight_bytes // BYTES_PER_VALUE,
     )
-    kv_bytes, weight_bytes = shape.kv_bytes_per_token, shape.weight_bytes
+    cases = [(f"{model_name} on {gpu_name}", gpu_name, first)]
+    for _ in range(NUM_CASES):
+        gpu_name, model = random.choice(sorted(GPUS)), draw_model(random)
+        cases.append((f"{model} on {gpu_name}", gpu_name, model))
+    for where, gpu_name, model in cases:
+        num_rows, context_len = random.choice((1, 8, 64, 256)), random.randrange(500, 8000)
+        _check_case(module, where, GPUS[gpu_name], model, num_rows, context_len)
+    kept = shape.kv_bytes_per_token
+    return f"{len(cases)} models and GPUs; Qwen3-4B keeps {kept} bytes a token"
+
+
+def draw_model(random: Random) -> Model:
+    """Draw sizes other than those of the first case. The weights fit every GPU.
+
+    Quotients with the sizes of the first case are no powers of two, as those of the known wrong
+    answers are: a size that is not read from the model gets a hint of its own.
+    """
+    num_kv_heads = random.choice((3, 5, 6, 10, 12))
+    return Model(
+        num_layers=random.randrange(16, 36),
+        num_heads=num_kv_heads * random.choice((2, 4, 8)),
+        num_kv_heads=num_kv_heads,
+        head_dim=random.choice((72, 80, 96, 192)),
+        num_weights=random.randrange(500, 9_000) * 10**6,
+    )
+
+
+def _check_case(
+    module: ModuleType, where: str, gpu: Gpu, model: Model, num_rows: int, context_len: int
+) -> None:
+    values_per_layer = 2 * model.num_kv_heads * model.head_dim
+    kv_bytes = BYTES_PER_VALUE * model.num_layers * values_per_layer
+    weight_bytes = BYTES_PER_VALUE * model.num_weights
     _compare(
         f"kv_bytes_per_token of {where}",
         call_for_number(module, "kv_bytes_per_token", model),
         kv_bytes,
         {
             kv_bytes / 2: "Each layer keeps a key and a value, each of them of 2 bytes",
-            kv_bytes * shape.num_heads / shape.num_kv_heads: "Query heads share KV heads: only "
+            kv_bytes * model.num_heads / model.num_kv_heads: "Query heads share KV heads: only "
             "these are kept (grouped-query attention)",
-            kv_bytes / shape.num_layers: "Every layer has keys and values of its own",
+            kv_bytes / model.num_layers: "Every layer has keys and values of its own",
         },
     )
     memory = MEMORY_SHARE * gpu.memory_bytes
@@ -91,5 +117,7 @@ def _compare(where: str, value: float, expected: float, known_errors: Mapping[fl
     """Raise WrongAnswer unless the value is close, with the hint of a known wrong value."""
     if is_close(value, expected):
         return
-    hint = next((text for wrong, text in known_errors.items() if is_close(value, wrong)), "")
+    hint = next(
+        (text for wrong, text in known_errors.items() if is_close(value, wrong)), OTHER_SIZES
+    )
     raise WrongAnswer(f"{where}: {value:,.6g}, expected {expected:,.6g}", hint)

@@ -40,6 +40,10 @@ class Case(NamedTuple):
         )
 
 
+SLOTS_CASE = Case((3, 4, 2, 5), (4, 4, 4, 4), budget=9, max_num_seqs=2)
+"""A run in which slots are short and the budget is not: of the drawn ones there may be none."""
+
+
 def draw_case(random: Random) -> Case:
     """Draw a run in which the budget and the slots are short."""
     count = random.randrange(2, MAX_REQUESTS + 1)
@@ -79,17 +83,32 @@ def check(module: ModuleType, seed: int) -> str:
     """Compare the plans of the function with those of the scheduler."""
     random = create_random(seed, 2)
     num_plans = 0
-    for _ in range(NUM_CASES):
-        case = draw_case(random)
+    cases = [SLOTS_CASE, *(draw_case(random) for _ in range(NUM_CASES))]
+    for case in cases:
         expected = run_scheduler(case)
         answer = module.predict_plans(
             [*case.prompt_lens], [*case.max_tokens], case.budget, case.max_num_seqs
         )
-        if not isinstance(answer, list) or not all(isinstance(each, dict) for each in answer):
-            raise WrongAnswer(f"{case} returned {shorten(answer)}, which is no list of dicts")
+        _check_type(case, answer)
         _compare(case, answer, expected)
         num_plans += len(expected)
-    return f"{num_plans} plans of {NUM_CASES} runs are those of schedule()"
+    return f"{num_plans} plans of {len(cases)} runs are those of schedule()"
+
+
+def _check_type(case: Case, answer: Any) -> None:
+    """Raise WrongAnswer unless the answer is a list of plans."""
+    if not isinstance(answer, list) or not all(isinstance(each, dict) for each in answer):
+        raise WrongAnswer(f"{case} returned {shorten(answer)}, which is no list of dicts")
+    for index, plan in enumerate(answer):
+        for request, positions in plan.items():
+            is_pair = isinstance(positions, tuple) and len(positions) == 2
+            if request not in range(len(case.prompt_lens)) or not (
+                is_pair and all(type(each) is int for each in positions)
+            ):
+                raise WrongAnswer(
+                    f"{case}\n          plan {index} has {shorten(request)}: {shorten(positions)}",
+                    "A plan maps the number of a request to two whole numbers: (start, end)",
+                )
 
 
 def _compare(case: Case, answer: list[Any], expected: list[Plan]) -> None:
@@ -122,7 +141,15 @@ def _find_hint(case: Case, answer: list[Any], index: int, found: Plan, right: Pl
         return f"A plan computes {case.budget} positions at most"
     if len(found) > case.max_num_seqs:
         return f"{case.max_num_seqs} requests run at most"
+    empty = [request for request, (start, end) in found.items() if start >= end]
+    if empty:
+        return f"Request {empty[0]} computes nothing in this plan: leave it out"
+    if not found:
+        return "Each plan computes something, until every request has sampled its last token"
     for request, (start, end) in right.items():
+        is_whole = (start, end) == (0, case.prompt_lens[request])
+        if is_whole and request not in found and max(found) > request:
+            return f"Requests are admitted in their order: request {request} comes first"
         if request not in found and end < case.prompt_lens[request]:
             return f"A prompt may be computed in chunks: request {request} gets what is left"
         if request not in found and start >= case.prompt_lens[request]:

@@ -7,7 +7,8 @@ that results has exactly the law p, whatever q is.
 1. `acceptance`: the probability with which a draft stays, from its p and its q.
 2. `residual`: the weights of the tokens that may replace it. They need not sum to 1.
 3. `next_token`: the token that results. `accept_u` and `replace_u` are two independent numbers,
-   uniform on [0, 1). `draw(weights, u)` is given: the token that u selects.
+   uniform on [0, 1): a draft stays where `accept_u` is below its acceptance. `draw(weights, u)` is
+   given: the token that u selects.
 
 The check uses all pairs of laws of three tokens in quarters, in exact fractions: it enumerates
 every draft and both numbers, and adds up the law of what results.

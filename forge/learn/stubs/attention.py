@@ -6,7 +6,7 @@ sum of the weights exp(score - largest) and the sum of the weighted values, not 
 
 Write `join`: from the parts of a row, the attention over all positions. The weights of two parts
 are relative to two maxima, so they cannot be added as they are. Scores may differ by 1,000, and a
-part may have no positions.
+part may have no positions. Weights relative to a and to b differ by one factor, exp(a - b).
 
 The check compares with the attention over all positions at once, for drawn scores and splits.
 """

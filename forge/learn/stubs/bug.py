@@ -9,7 +9,8 @@ Three methods that you do not see here are right:
 
     allocate   returns empty blocks, then evicts cached ones, the least recently used first
     share      adds a reference to each block: a cached one is used from then on
-    free       drops a reference from each block: one without references is cached or empty
+    free       drops a reference from each block, the last one of the list first: one without
+               references is cached or empty
 
 The check also compares tables, free blocks and hashes of your pool with those of forge's.
 """

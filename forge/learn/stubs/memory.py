@@ -3,11 +3,12 @@
 Write three functions. All values are of 2 bytes (bfloat16).
 
 1. The keys and values of one token: one vector of each, for every layer and every KV head.
-2. The cache takes what the weights leave of 90 % of the GPU's memory. How many tokens fit?
+2. The cache takes what the weights, and nothing else, leave of 90 % of the GPU's memory. How many
+   tokens fit?
 3. A decode step is limited by memory bandwidth: it reads all weights once, and the keys and values
    of all tokens of all rows. How many milliseconds does that take?
 
-The check begins with Qwen3-4B on an H200; other models and GPUs follow. 2 % are close enough.
+The check begins with Qwen3-4B on an H200; drawn sizes on other GPUs follow. 2 % are close enough.
 To know first: Qwen3-4B has 36 layers, 32 query heads, 8 KV heads of 128 values and 4.02 billion
 weights; an H200 has 141 GB and reads 4,800 GB a second. What do you expect?
 """

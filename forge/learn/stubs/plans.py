@@ -12,7 +12,8 @@ A request that has sampled its first token gets one position in every plan. What
 step that computes a prompt's last position samples the first token; a sampled token is the input of
 the next step. A request ends with its `max_tokens`-th token.
 
-The check runs the real scheduler on drawn lengths.
+wiki/Scheduling.md has these rules with their reasons. The check runs the real scheduler on drawn
+lengths.
 """
 
 Plan = dict[int, tuple[int, int]]

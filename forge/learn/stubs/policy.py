@@ -1,4 +1,4 @@
-"""Beat head-of-line blocking with a policy, and let no request wait for it.
+"""Beat head-of-line blocking with a policy that passes only requests that cannot start.
 
 First come, first served: if the oldest waiting request lacks blocks, all others wait with it,
 although there is room for them. Write `admit`: return the request to admit next, or None.
@@ -8,6 +8,11 @@ the requests must be good (first token within a second), and under `fcfs` it is 
 second, blocks are plentiful and slots are short: there an order that prefers short prompts only
 lets the long ones wait. In neither world may the longest wait for a first token be more than 1.3
 times that under `fcfs`.
+
+150 requests arrive, then none. In a stream without an end, a long prompt would wait as long as
+short ones take the blocks that it needs. A bound on `candidate.num_overtaken` ends that: a request
+that was passed so often is the next one. Here a bound is not needed; one below 90 brings the
+blocking back, since that many short requests come while a long prompt waits for its blocks.
 
 `waiting` is in the order of arrival. What you may read: `candidate.num_pending` (tokens that it has
 yet to compute), `context.block_size`, `context.num_free_blocks`, `context.num_blocks`,
