@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from hashlib import sha256
@@ -75,7 +76,7 @@ def parse_seed(text: str | None) -> int:
     """Return the seed, a fresh one where none was given. Raises InvalidConfig."""
     if text is None:
         return secrets.randbelow(MAX_SEED)
-    if not text.isdecimal() or int(text) >= MAX_SEED:
+    if not text.isdecimal() or len(text) > len(str(MAX_SEED)) or int(text) >= MAX_SEED:
         raise InvalidConfig(
             "seed", f"{text[:64]!r} is not from 0 to {MAX_SEED - 1}", "Give what a check printed"
         )
@@ -93,20 +94,22 @@ def list_exercises(folder: Path) -> list[str]:
 
 
 def describe_state(exercise: Exercise, folder: Path) -> str:
-    """Return new, started, passed, or changed: the file is another one than that which passed."""
-    path = folder / exercise.file_name
-    if not path.is_file():
-        return "new"
-    digest = _read_progress(folder).get(str(exercise.number))
-    if digest is None:
-        return "started"
-    return "passed" if digest == _digest(path) else "changed"
+    """Return the state of a file: new, started, passed, changed since it passed, or unread."""
+    try:
+        if not (path := folder / exercise.file_name).is_file():
+            return "new"
+        digest = _read_progress(folder).get(str(exercise.number))
+        if digest is None:
+            return "started"
+        return "passed" if digest == _digest(path) else "changed"
+    except OSError:
+        return "unread"
 
 
 def begin(exercise: Exercise, folder: Path) -> list[str]:
     """Return the task, after copying the stub where there is no file yet. Raises InvalidConfig."""
     path = folder / exercise.file_name
-    is_new = not path.exists()
+    is_new = not is_written(path)
     if is_new:
         try:
             folder.mkdir(exist_ok=True)
@@ -118,10 +121,22 @@ def begin(exercise: Exercise, folder: Path) -> list[str]:
     return [
         f"{exercise.number}  {exercise.task}",
         "",
-        f"read      wiki/{exercise.page}.md",
+        f"read      wiki/{exercise.page}.md, in the repository of forge",
         f"write     {path}{'' if is_new else ', which is there already and was left as it is'}",
         f"check     forge learn {exercise.number} --check",
     ]
+
+
+def is_written(path: Path) -> bool:
+    """Return whether there is a file at the path. Raises InvalidConfig for anything else there."""
+    try:
+        if path.parent.exists() and not path.parent.is_dir():
+            raise InvalidConfig("exercise", f"{path.parent} is no folder", "Move it away")
+        if path.exists() and not path.is_file():
+            raise InvalidConfig("exercise", f"{path} is no file", "Move it away")
+        return path.is_file()
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def check_file(exercise: Exercise, folder: Path, seed: int) -> int:
@@ -130,15 +145,21 @@ def check_file(exercise: Exercise, folder: Path, seed: int) -> int:
     Raises InvalidConfig where there is no file.
     """
     path = folder / exercise.file_name
-    if not path.is_file():
+    if not is_written(path):
         remedy = f"`forge learn {exercise.number}` writes it"
         raise InvalidConfig("exercise", f"there is no file {path}", remedy)
-    digest = _digest(path)
+    try:
+        digest = _digest(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     status, text = run_grading(exercise, path, seed)
     print(text, end="")
     if status == PASSED:
         progress = {**_read_progress(folder), str(exercise.number): digest}
-        (folder / PROGRESS_FILE).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+        try:
+            (folder / PROGRESS_FILE).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+        except OSError as error:
+            print(f"note      the answer is right, but this could not be noted: {error}")
     return 0 if status == PASSED else 1
 
 
@@ -149,16 +170,21 @@ def run_grading(
     limit_s: float = LIMIT_S,
     kill_limit_s: float = KILL_LIMIT_S,
 ) -> tuple[int, str]:
-    """Return the exit status and the output of the process that grades the file."""
+    """Return the exit status and the output of the process that grades the file.
+
+    The process ends with this one, which holds the other end of a pipe.
+    """
     # The child finds this package whatever the current folder holds.
     paths = [str(Path(forge.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [sys.executable, "-P", "-m", "forge.learn.grading"]
+    pipe, parent_end = os.pipe()
     try:
         run = subprocess.run(
-            [*command, str(exercise.number), str(path), str(seed), f"{limit_s:g}"],
+            [*command, str(exercise.number), str(path), str(seed), f"{limit_s:g}", str(pipe)],
             env=environment,
+            pass_fds=(pipe,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -169,10 +195,25 @@ def run_grading(
     except subprocess.TimeoutExpired:
         what = f"not yet   the check did not end within {kill_limit_s:g} s, and was killed"
         return NOT_YET, f"{what}: is there a computation without an end?\n"
-    if run.returncode not in (PASSED, NOT_YET):
+    finally:
+        os.close(pipe)
+        os.close(parent_end)
+    if run.returncode == -signal.SIGXCPU:
+        what = f"the check did not end within {limit_s:g} s of CPU time, and was killed"
+        return NOT_YET, f"{run.stdout}not yet   {what}: is there a computation without an end?\n"
+    # A file may end its process with the status of a pass, but then no result is printed.
+    is_result = {
+        PASSED: run.stdout.endswith(f"\nseed      {seed}\n"),
+        NOT_YET: "not yet   " in run.stdout,
+    }
+    if not is_result.get(run.returncode):
         what = f"the file ended the process of the check, with status {run.returncode}"
         return NOT_YET, f"{run.stdout}not yet   {what}\n"
     return run.returncode, run.stdout
+
+
+def _unreadable(path: Path, error: OSError) -> InvalidConfig:
+    return InvalidConfig("exercise", f"{path} cannot be read: {error}", "Change its permissions")
 
 
 def _digest(path: Path) -> str:

@@ -41,7 +41,7 @@ def test_a_stub_is_copied_once_and_never_over_a_file(
     path = folder / "03_pool.py"
     assert path.read_text() == find_exercise("3").read_stub()
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "read      wiki/Paging.md",
+        "read      wiki/Paging.md, in the repository of forge",
         "write     learn/03_pool.py",
         "check     forge learn 3 --check",
     ]
@@ -72,6 +72,10 @@ def test_a_stub_is_copied_once_and_never_over_a_file(
             ["learn", "3", "--check", "--seed", "x"],
             "forge learn: seed: 'x' is not from 0 to 65535. Give what a check printed",
         ),
+        (
+            ["learn", "3", "--check", "--seed", "9" * 5000],
+            f"forge learn: seed: '{'9' * 64}' is not from 0 to 65535. Give what a check printed",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
@@ -82,14 +86,50 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("words", [["learn", "3"], ["learn", "3", "--check"]])
+def test_what_is_no_folder_or_no_file_is_to_be_moved(
+    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.write_text("a file")
+    assert main(words) == 2
+    assert capsys.readouterr().err == ("forge learn: exercise: learn is no folder. Move it away\n")
+    folder.unlink()
+    (folder / "03_pool.py").mkdir(parents=True)
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "forge learn: exercise: learn/03_pool.py is no file. Move it away\n"
+    )
+
+
 def test_a_folder_that_cannot_be_written_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder.write_text("a file")
+    folder.symlink_to("missing/folder")
     assert main(["learn", "3"]) == 2
     error = capsys.readouterr().err
     assert "learn/03_pool.py cannot be written" in error
     assert error.endswith("Change to a folder of your own\n")
+
+
+def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A symbolic link to a name that is too long cannot be read by any user."""
+    folder.mkdir()
+    (folder / "03_pool.py").symlink_to("x" * 300)
+    assert list_exercises(folder)[2].startswith(" 3  unread")
+    assert main(["learn", "3", "--check"]) == 2
+    assert "learn/03_pool.py cannot be read: " in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_pass_that_cannot_be_noted_is_a_pass(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / PROGRESS_FILE).mkdir(parents=True)
+    shutil.copy(REFERENCES / "attention.py", folder / "10_attention.py")
+    assert main(["learn", "10", "--check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("passed    ")
+    assert lines[-1].startswith("note      the answer is right, but this could not be noted: ")
 
 
 @pytest.mark.long
