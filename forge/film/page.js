@@ -179,7 +179,7 @@ function mineFigures(film, state, us) {
   const request = page.mine === null ? null : film.requests.get((film.requestOf.get(page.mine) || [])[0]);
   if (!request) return MINE.map((name) => [name, null]);
   const times = request.times.filter((each) => each <= us), gaps = times.slice(1).map((each, i) => each - times[i]);
-  const isLive = state.live.has(page.mine), table = state.tables.get(page.mine);
+  const isLive = state.live.has(page.mine), table = state.tables.get(page.mine), epoch = state.epochs.get(page.mine);
   const ended = request.ended.length ? request.ended[0] : null;
   const stage = isLive ? (table ? "runs" : "waits") : ended && ended[0] <= us ? `ended, ${ended[1]}` : "has not arrived";
   const mean = gaps.length ? gaps.reduce((a, b) => a + b, 0) / gaps.length : NaN;
@@ -188,7 +188,7 @@ function mineFigures(film, state, us) {
     ["Arrived, first token", film.isLive ? null : `${request.at === null ? "before" : formatUs(request.at)}, ${times.length && request.at !== null ? `after ${formatUs(times[0] - request.at)}` : "–"}`],
     ["Tokens, mean and longest ITL", film.isLive ? null : `${times.length}, ${formatUs(mean)}, ${formatUs(gaps.length ? Math.max(...gaps) : NaN)}`],
     ["Blocks, positions", table ? `${table.length}, ${state.numTokens.get(page.mine)}` : "none"],
-    ["Preempted", isLive ? `${state.epochs.get(page.mine)} times` : "–"],
+    ["Preempted", isLive ? `${epoch} ${epoch === 1 ? "time" : "times"}` : "–"],
   ];
 }
 

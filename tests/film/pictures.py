@@ -29,8 +29,8 @@ class Picture(NamedTuple):
 
 
 PICTURES = (
-    Picture("film.png", "thrash", "at=491&seq=15", (1100, 1075)),
-    Picture("film-two.png", "two", "at=13&seq=1", (700, 890), (DARK,)),
+    Picture("film.png", "thrash", "at=491&seq=15", (1100, 1200)),
+    Picture("film-two.png", "two", "at=13&seq=1", (700, 1060), (DARK,)),
     Picture("film-versus.png", "budget", "at=48&seq=4", (1100, 1250)),
 )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from forge.film.state import FilmState, Line
 from tests.docs.pages import ROOT
-from tests.film.chromium import require_chromium, run_selftest
+from tests.film.chromium import require_chromium, run_chromium, run_selftest
 from tests.film.presets import FILMS, PRESETS, Preset, film_page, film_run
 
 WIKI_PAGE = ROOT / "wiki" / "Film.md"
@@ -77,3 +78,13 @@ def test_each_answer_is_shown_by_the_page(name: str, tmp_path: Path) -> None:
     assert all(answer["found"] for answer in result["answers"]), result["answers"]
     assert len(result["answers"]) == sum(each.film == name for each in PRESETS)
     assert not (result["errors"] or result["violations"] or result["seek"] or result["requests"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("at", "times"), [(8, "0 times"), (13, "1 time")])
+def test_the_page_counts_preemptions_of_a_sequence(at: int, times: str, tmp_path: Path) -> None:
+    page = tmp_path / "two.html"
+    page.write_text(film_page("two"), encoding="utf-8")
+    address = f"{page.as_uri()}#at={at}&seq=1"
+    text = run_chromium(require_chromium(), tmp_path / "profile", "--dump-dom", address)
+    assert re.search(rf"Preempted</\w+>\s*<\w+>{times}</", text)
