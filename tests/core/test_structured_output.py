@@ -677,9 +677,16 @@ def test_a_structure_that_no_matcher_can_follow_any_more_is_compiled_again() -> 
     assert backend.create_matcher(structure, allow_end=True).feed(98) is False
 
 
+def test_unicode_classes_within_longer_text_are_not_too_complex() -> None:
+    text = '{\n   "name": "Pé語",\n   "population": 12\n}'
+    pattern = r'\{\n   "name": "[\w]+",\n   "population": [\d]+\n\}'
+    matcher = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
+    assert feed_text(matcher, text) is True
+
+
 def test_a_structure_that_gets_too_complex_to_follow_ends_its_output() -> None:
     """The first mask is within the limits, and the next one is not."""
-    parts = " & ".join(f"/(.*[ab]){{{count}}}.*/" for count in (3, 4, 5))
+    parts = " & ".join(f"/(.*[ab]){{{count}}}.*/" for count in (3, 5, 6))
     backend, structure = create_structures(), Structure.grammar(f"start: T\nT: {parts}")
     matcher = backend.create_matcher(structure, allow_end=True)
     assert backend.compiled_grammar(structure) is not None
