@@ -508,7 +508,7 @@ def test_a_response_that_is_not_to_be_stored_is_not(server: RunningServer) -> No
         check_envelope(get(server, found["id"]), 404, "id", "response_not_found")
         check_envelope(
             server.post(PATH, model="hash", input="b", previous_response_id=found["id"]),
-            404,
+            400,
             "previous_response_id",
             "response_not_found",
         )
@@ -531,7 +531,7 @@ def test_a_response_of_another_key_is_as_unknown_as_one_that_never_was() -> None
             assert answers[0].text.replace(found, unknown) == answers[1].text
         body |= {"previous_response_id": found}
         headers = {"authorization": "Bearer poppy"}
-        assert server.client.post(PATH, json=body, headers=headers).status_code == 404
+        assert server.client.post(PATH, json=body, headers=headers).status_code == 400
         assert get(server, found, "sesame").status_code == 200
         assert get(server, found, "poppy").status_code == 404
 
@@ -554,7 +554,7 @@ def test_a_tenant_that_fills_its_store_drops_its_own_responses_only() -> None:
         assert statuses == [404, 404, 200, 200]
         assert get(server, kept, "poppy").status_code == 200
         answer = post("sesame", previous_response_id=ids[0])
-        check_envelope(answer, 404, "previous_response_id", "response_not_found")
+        check_envelope(answer, 400, "previous_response_id", "response_not_found")
         items = [{"role": "user", "content": "a"}] * 4000
         check_envelope(post("sesame", input=items), 400, "input", "string_too_long")
         # Not stored, it is refused for another reason: it is too long for the model.

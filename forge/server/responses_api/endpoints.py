@@ -155,7 +155,7 @@ class ResponsesEndpoints:
         """Return the response that the request continues. Raises APIError or InvalidRequest."""
         if request_body.previous_response_id is None:
             return None
-        stored = self._find(tenant, request_body.previous_response_id, "previous_response_id")
+        stored = self._find(tenant, request_body.previous_response_id, "previous_response_id", 400)
         if stored.cancel is not None:
             raise InvalidRequest(
                 "previous_response_id", "the response is in progress", "Wait until it has ended"
@@ -220,14 +220,17 @@ class ResponsesEndpoints:
         return JSONResponse(query.select(items))
 
     def _find_of_request(self, request: Request) -> StoredResponse:
-        return self._find(request.state.tenant, request.path_params["id"], "id")
+        return self._find(request.state.tenant, request.path_params["id"], "id", 404)
 
-    def _find(self, tenant: str, response_id: str, param: str) -> StoredResponse:
-        """Return a response of the tenant. Raises APIError, the same for every unknown id."""
+    def _find(self, tenant: str, response_id: str, param: str, status: int) -> StoredResponse:
+        """Return a response of the tenant. Raises APIError, the same for every unknown id.
+
+        status   of the error: 404 where the id is the route's, as at OpenAI
+        """
         stored = self._store(tenant).get(response_id, _now_s())
         if stored is None:
             raise APIError(
-                404,
+                status,
                 "response_not_found",
                 f"{param}: there is no response '{excerpt(response_id)}'. It was not stored, was "
                 "deleted, or has been dropped for newer ones",
