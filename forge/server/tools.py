@@ -269,8 +269,9 @@ def _parse_definition(index: int, tool: object) -> dict[str, Any]:
         raise invalid_field_error(f"{field_path}.strict", "it is not true or false", "invalid_type")
     name = parse_tool_name(f"{field_path}.name", function.get("name"))
     parameters = _parse_parameters(f"{field_path}.parameters", function.get("parameters"))
-    function_definition = {"name": name, "description": description or "", "parameters": parameters}
-    return {"type": "function", "function": function_definition}
+    # A template may write a description that is there, so an absent one stays absent.
+    given = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **given, "parameters": parameters}}
 
 
 def _parse_parameters(param: str, schema: object) -> dict[str, Any]:

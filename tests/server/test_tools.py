@@ -358,8 +358,8 @@ def test_a_chat_with_calls_is_rendered_line_by_line() -> None:
     nothing = '{"type": "object", "properties": {}, "additionalProperties": false}'
     anything = '{"type": "object", "properties": {}}'
     assert ByteTokenizer().decode(ids).splitlines() == [
-        f'function: {{"name": "weather", "description": "", "parameters": {nothing}}}',
-        f'function: {{"name": "now", "description": "", "parameters": {anything}}}',
+        f'function: {{"name": "weather", "parameters": {nothing}}}',
+        f'function: {{"name": "now", "parameters": {anything}}}',
         "user: hi",
         "assistant: ",
         line,
