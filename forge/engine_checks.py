@@ -109,7 +109,7 @@ def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise InvalidRequest(
                 field,
-                f"{token!r} is not a token id below {vocab_size}",
+                f"{token!r} is out of vocabulary: it is not a token id below {vocab_size}",
                 "Give ids of this model's vocabulary",
                 "token_out_of_range",
             )
