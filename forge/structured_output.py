@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from forge.errors import InvalidRequest
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
@@ -497,6 +498,17 @@ def _build_grammar(structure: Structure) -> str:
 def write_regex_rule(pattern: str) -> str:
     """Return the right side of a grammar's rule for text that the whole pattern matches."""
     return f"/{llguidance.regex_to_lark(pattern, '')}/"
+
+
+def convert_ebnf(text: str) -> str:
+    """Return a grammar in the notation of llama.cpp, `root ::= ...`, as one in llguidance's Lark.
+
+    Raises ValueError for what is not such a grammar.
+    """
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # the library has no common one
+        raise ValueError(ascii(str(error)[:200])[1:-1]) from None
 
 
 def _build_schema_grammar(text: str) -> str:

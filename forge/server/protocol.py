@@ -38,6 +38,8 @@ MAX_PROMPTS = 256
 MAX_TOTAL_CHOICES = 1024
 MAX_USER_CHARS = 512
 MAX_METADATA = 16
+MAX_NAMED_KEYS = 8
+"""Wrong keys of one field that an error names."""
 
 _SHORT_TEXT = f"a string of at most {MAX_USER_CHARS} characters"
 IntegerField = Annotated[int | None, Field(description="an integer")]
@@ -198,6 +200,7 @@ class SamplingRequest(RequestBody):
     response_format: ResponseFormatField = None
     regex: PatternField = None
     grammar: PatternField = None
+    ebnf: PatternField = None
     structured_outputs: StructuredOutputsField = None
     priority: IntegerField = None
     cache_salt: CacheSaltField = None
@@ -222,7 +225,7 @@ class SamplingRequest(RequestBody):
     def named_structure(self) -> NamedStructure | None:
         """The output's structure and the field that requests it. Raises InvalidRequest."""
         return parse_structure(
-            self.response_format, self.regex, self.grammar, self.structured_outputs
+            self.response_format, self.regex, self.grammar, self.structured_outputs, self.ebnf
         )
 
     @property
@@ -250,7 +253,7 @@ class SamplingRequest(RequestBody):
         params = {name: value for name, value in values if value is not None}
         params.setdefault("max_tokens", self.default_max_tokens)
         if self.logit_bias is not None:
-            params["logit_bias"] = {_parse_token_id(k): v for k, v in self.logit_bias.items()}
+            params["logit_bias"] = _parse_logit_bias(self.logit_bias)
         return params
 
 
@@ -329,12 +332,18 @@ def _format_value(value: object) -> str:
     return "it"
 
 
-def _parse_token_id(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) < 20 and str(int(key)) == key):
-        raise InvalidRequest(
-            "logit_bias", f"'{excerpt(key)}' is not a token id", "Give ids from 0", "invalid_type"
-        )
-    return int(key)
+def _parse_logit_bias(logit_bias: Mapping[str, float]) -> dict[int, float]:
+    """Return the biases by token id. Raises InvalidRequest naming the first wrong keys."""
+    wrong = [key for key in logit_bias if not _is_token_id(key)]
+    if wrong:
+        names = ", ".join(f"'{excerpt(key)}'" for key in wrong[:MAX_NAMED_KEYS])
+        problem = f"{names} is not a token id" if len(wrong) == 1 else f"{names} are not token ids"
+        raise InvalidRequest("logit_bias", problem, "Give ids from 0", "invalid_type")
+    return {int(key): bias for key, bias in logit_bias.items()}
+
+
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) < 20 and str(int(key)) == key
 
 
 def parse_prompts(value: object) -> list[NamedPrompt]:

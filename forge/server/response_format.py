@@ -1,6 +1,6 @@
 """The fields that request structured output, and the Structure that they form.
 
-Owns `response_format`, `regex` and `grammar` of a request. Knows no vocabulary:
+Owns `response_format`, `regex`, `grammar` and `ebnf` of a request. Knows no vocabulary:
 forge.structured_output decides whether a schema can be compiled.
 
     response_format {"type": "text"}                                         no structure
@@ -8,6 +8,7 @@ forge.structured_output decides whether a schema can be compiled.
                     {"type": "json_schema", "json_schema": {"schema": ...}}  what the schema allows
     regex           "[a-z]+"                                                 text that it matches
     grammar         "start: ..."                                             text that it derives
+    ebnf            "root ::= ..."                                           the same, as in SGLang
     structured_outputs   vLLM's object with one of json, json_object, regex, choice and grammar
 """
 
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from forge.errors import InvalidRequest
 from forge.request import MAX_PATTERN_CHARS, Structure
 from forge.server.errors import excerpt
+from forge.structured_output import convert_ebnf
 
 _FORMAT_KEYS = {
     "text": {"type"},
@@ -50,6 +52,7 @@ def parse_structure(
     regex: str | None,
     grammar: str | None,
     structured_outputs: Mapping[str, Any] | None = None,
+    ebnf: str | None = None,
 ) -> NamedStructure | None:
     """Return the structure that the fields request, or None. Raises InvalidRequest."""
     structures = []
@@ -63,10 +66,11 @@ def parse_structure(
     texts: tuple[tuple[str, str | None, Callable[[str], Structure]], ...] = (
         ("regex", regex, Structure.regex),
         ("grammar", grammar, Structure.grammar),
+        ("ebnf", ebnf, _parse_ebnf),
     )
     for name, text, build in texts:
         if text is not None:
-            _check_pattern(name, name, text)
+            _check_pattern(name, "grammar" if name == "ebnf" else name, text)
             structures.append(NamedStructure(name, build(text)))
     if len(structures) > 1:
         raise InvalidRequest(
@@ -111,6 +115,14 @@ def _parse_response_format(response_format: Mapping[str, Any]) -> Structure | No
         return Structure.json_schema(schema)
     except InvalidRequest as error:  # nested deeper than json.dumps can write
         raise InvalidRequest("response_format", error.problem, error.remedy, error.code) from None
+
+
+def _parse_ebnf(text: str) -> Structure:
+    """Return the structure of a grammar in the notation of SGLang, in which `root` is the start."""
+    try:
+        return Structure.grammar(convert_ebnf(text))
+    except ValueError as error:
+        raise InvalidRequest("ebnf", str(error), "Fix the grammar", "invalid_grammar") from None
 
 
 def _check_pattern(field: str, kind: str, text: str) -> None:

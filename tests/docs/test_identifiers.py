@@ -44,7 +44,6 @@ FOREIGN = {
     "instructor": "MD_JSON create_iterable",
     "openai-agents": "ModelBehaviorError",
     "vLLM": "wake_up logprob_token_ids tests/tool_use",
-    "SGLang": "ebnf",
     "W3C": "tracestate",
     "OpenTelemetry": "OTEL_SERVICE_NAME OTEL_RESOURCE_ATTRIBUTES OTEL_TRACES_SAMPLER "
     "OTEL_EXPORTER_OTLP_HEADERS",
