@@ -108,6 +108,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     from forge.requirements import find_untested
     from forge.server.film import FilmFeed
     from forge.server.http_server import run_server
+    from forge.server.request_defaults import RequestDefaults
     from forge.server.traces import open_traces
     from forge.server.weights_socket import open_weights_socket
 
@@ -145,6 +146,10 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
             metrics_compat=settings.values["metrics_compat"],
             reasoning_parser=settings.values["reasoning_parser"],
             tool_call_parser=settings.values["tool_call_parser"],
+            request_defaults=RequestDefaults(
+                *(settings.values[name] for name in RequestDefaults._fields)
+            ),
+            root_path=settings.values["root_path"] or "",
             trainer_access=trainer_access,
             film=film,
             traces=traces,

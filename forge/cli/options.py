@@ -137,6 +137,26 @@ SERVER_OPTIONS = (
         "NAME",
     )._replace(default_text="the chat template's"),
     define_option(
+        "root_path",
+        str,
+        None,
+        "beginning of the paths of requests that a proxy leaves in, /llm, say; the routes are "
+        "there and where they were",
+        "PATH",
+    ),
+    define_option(
+        "return_tokens_as_token_ids",
+        bool,
+        False,
+        "default of this field: the tokens of logprobs are named token_id:5",
+    ),
+    define_option(
+        "enable_force_include_usage",
+        bool,
+        False,
+        "every chunk of every stream of completions and chats has the usage",
+    ),
+    define_option(
         "film", bool, False, "the page at / draws the scheduler as it runs, from GET /film"
     ),
     define_option(

@@ -38,8 +38,9 @@ from forge.async_llm import AsyncLLM
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import SamplingParams
-from forge.server import chat, generation
+from forge.server import batch_chat, chat, generation
 from forge.server.admission import AdmissionQueue
+from forge.server.batch_chat import BatchChatRequest, BatchChatResponse
 from forge.server.chat import ChatCompletionResponse, ChatRequest
 from forge.server.chat_formats import ChatFormats, find_chat_formats
 from forge.server.completions import (
@@ -58,10 +59,11 @@ from forge.server.home import HomeEndpoint
 from forge.server.json_route import handle_json
 from forge.server.messages_api.endpoints import MessagesEndpoints
 from forge.server.metrics import MetricsEndpoint
-from forge.server.middleware import SecurityMiddleware
+from forge.server.middleware import SecurityMiddleware, check_root_path
 from forge.server.openapi import openapi
 from forge.server.operations import OperationsEndpoints
 from forge.server.protocol import NamedPrompt, parse_request
+from forge.server.request_defaults import NO_DEFAULTS, RequestDefaults
 from forge.server.request_head import RequestHead
 from forge.server.responses_api.endpoints import ResponsesEndpoints
 from forge.server.served_model import ServedModel
@@ -82,6 +84,7 @@ COUNT_RESPONSE = "answered"
 """Name in the application's state of the function that counts a connection's own responses."""
 
 ParamsAndPrompts: TypeAlias = tuple[SamplingParams, list[NamedPrompt]]
+ParsedCompletion: TypeAlias = tuple[CompletionRequest, ParamsAndPrompts]
 T = TypeVar("T")
 
 
@@ -95,6 +98,8 @@ def create_app(
     metrics_compat: str | None = None,
     reasoning_parser: str | None = None,
     tool_call_parser: str | None = None,
+    request_defaults: RequestDefaults = NO_DEFAULTS,
+    root_path: str = "",
     trainer_access: TrainerAccess | None = None,
     film: FilmFeed | None = None,
     traces: RequestTraces | None = None,
@@ -109,6 +114,9 @@ def create_app(
     metrics_compat      vllm: /metrics has vLLM's names too
     reasoning_parser    name of the format of reasoning; default: the chat template's
     tool_call_parser    name of the format of tool calls; default: the chat template's
+    request_defaults    fields that the server sets in requests
+    root_path           path before that of every route, which a proxy adds; routes are found with
+                        and without it
     trainer_access      key and files of the routes of trainers; None: there are no such routes
     film                feed of the engine's film, which is then the page at /; None: there is none
     traces              receives the spans of requests, and is closed at the shutdown; None: there
@@ -119,9 +127,10 @@ def create_app(
     Raises InvalidConfig for an unknown name of a format.
     """
     served_model = ServedModel(served_model_name or llm.model)
+    check_root_path(root_path)
     queue, tenants = AdmissionQueue(llm, limits), Tenants(api_keys)
     formats = find_chat_formats(llm.tokenizer, reasoning_parser, tool_call_parser)
-    endpoints = InferenceEndpoints(queue, served_model, formats)
+    endpoints = InferenceEndpoints(queue, served_model, formats, request_defaults)
     metrics = MetricsEndpoint(llm, model=served_model.name, compat=metrics_compat, traces=traces)
 
     if traces is not None:
@@ -133,6 +142,8 @@ def create_app(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/chat/completions/batch", endpoints.batch_chat, methods=["POST"]),
+            Route("/invocations", endpoints.invocations, methods=["POST"]),
             Route("/generate", endpoints.generate, methods=["POST"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
@@ -155,6 +166,7 @@ def create_app(
                 admin_paths=ADMIN_PATHS if admin_keys else (),
                 keyless_paths=() if film is None else ("/",),
                 hosts=hosts,
+                root_path=root_path,
                 on_response=metrics.stats.count_response,
             ),
             *([] if traces is None else [Middleware(TraceMiddleware, traces=traces)]),
@@ -192,8 +204,13 @@ class InferenceEndpoints:
     """Handlers of the routes that generate or describe the model."""
 
     def __init__(
-        self, queue: AdmissionQueue, served_model: ServedModel, formats: ChatFormats
+        self,
+        queue: AdmissionQueue,
+        served_model: ServedModel,
+        formats: ChatFormats,
+        defaults: RequestDefaults,
     ) -> None:
+        self._defaults = defaults
         self._queue = queue
         self._formats = formats
         self._llm = queue.llm
@@ -202,66 +219,98 @@ class InferenceEndpoints:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-
-        def parse_body(
-            body: dict[str, Any],
-        ) -> tuple[CompletionRequest, ParamsAndPrompts]:
-            request_body = parse_request(CompletionRequest, body)
-            self._served_model.check_required(request_body.model)
-            sampling = request_body.sampling_params(), request_body.parse_prompts()
-            return request_body.without_prompt(), sampling
-
-        async def respond(
-            parsed_body: tuple[CompletionRequest, ParamsAndPrompts], head: RequestHead
-        ) -> Response:
-            request_body, (params, prompts) = parsed_body
-            requests = await generation.build_requests(
-                self._queue, request_body, prompts, params, head
-            )
-            response_head = {
-                "id": f"cmpl-{head.request_id}",
-                "object": "text_completion",
-                "created": int(time.time()),
-                "model": self._served_model.name,
-            }
-            completion = await generation.run_in_thread_if_long(
-                prompts,
-                lambda: CompletionResponse(
-                    request_body, prompts, requests, self._llm.tokenizer, response_head
-                ),
-            )
-            prompts.clear()  # the requests have the ids
-            return await self._create_response(
-                completion, head.request_id, bool(request_body.stream)
-            )
-
-        return await handle_json(request, parse_body, respond)
+        return await handle_json(request, self._parse_completion, self._respond_completion)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
+        return await handle_json(request, self._parse_chat, self._respond_chat)
 
-        def parse_body(body: dict[str, Any]) -> ChatRequest:
-            request_body = parse_request(ChatRequest, body)
+    async def invocations(self, request: Request) -> Response:
+        """POST /invocations, the one route of a SageMaker container: a chat or a completion."""
+
+        def parse_body(body: dict[str, Any]) -> ChatRequest | ParsedCompletion:
+            parse = self._parse_chat if "messages" in body else self._parse_completion
+            return parse(body)
+
+        async def respond(
+            parsed_body: ChatRequest | ParsedCompletion, head: RequestHead
+        ) -> Response:
+            if isinstance(parsed_body, ChatRequest):
+                return await self._respond_chat(parsed_body, head)
+            return await self._respond_completion(parsed_body, head)
+
+        return await handle_json(request, parse_body, respond)
+
+    async def batch_chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions/batch."""
+
+        def parse_body(body: dict[str, Any]) -> list[ChatRequest]:
+            request_body = parse_request(BatchChatRequest, self._defaults.apply(body))
             self._served_model.check_required(request_body.model)
-            return request_body
+            return request_body.split()
 
-        async def respond(request_body: ChatRequest, head: RequestHead) -> Response:
-            engine_request = await chat.build_request(
-                self._queue, request_body, head, self._formats
+        async def respond(chats: list[ChatRequest], head: RequestHead) -> Response:
+            requests = await batch_chat.build_requests(self._queue, chats, head, self._formats)
+            response_head = self._response_head("chatcmpl", head)
+            batch = BatchChatResponse(
+                [
+                    ChatCompletionResponse(
+                        each, request, self._llm.tokenizer, self._formats, response_head
+                    )
+                    for each, request in zip(chats, requests, strict=True)
+                ],
+                response_head,
             )
-            response_head = {
-                "id": f"chatcmpl-{head.request_id}",
-                "created": int(time.time()),
-                "model": self._served_model.name,
-            }
-            completion = ChatCompletionResponse(
-                request_body, engine_request, self._llm.tokenizer, self._formats, response_head
-            )
-            return await self._create_response(
-                completion, head.request_id, bool(request_body.stream)
+            return await generation.create_response(
+                self._queue, batch.requests, head.request_id, batch.body
             )
 
         return await handle_json(request, parse_body, respond)
+
+    def _parse_completion(self, body: dict[str, Any]) -> ParsedCompletion:
+        request_body = parse_request(CompletionRequest, self._defaults.apply(body))
+        self._served_model.check_required(request_body.model)
+        sampling = request_body.sampling_params(), request_body.parse_prompts()
+        return request_body.without_prompt(), sampling
+
+    async def _respond_completion(
+        self, parsed_body: ParsedCompletion, head: RequestHead
+    ) -> Response:
+        request_body, (params, prompts) = parsed_body
+        requests = await generation.build_requests(self._queue, request_body, prompts, params, head)
+        response_head = {**self._response_head("cmpl", head), "object": "text_completion"}
+        completion = await generation.run_in_thread_if_long(
+            prompts,
+            lambda: CompletionResponse(
+                request_body, prompts, requests, self._llm.tokenizer, response_head
+            ),
+        )
+        prompts.clear()  # the requests have the ids
+        return await self._create_response(completion, head.request_id, bool(request_body.stream))
+
+    def _parse_chat(self, body: dict[str, Any]) -> ChatRequest:
+        request_body = parse_request(ChatRequest, self._defaults.apply(body))
+        self._served_model.check_required(request_body.model)
+        return request_body
+
+    async def _respond_chat(self, request_body: ChatRequest, head: RequestHead) -> Response:
+        engine_request = await chat.build_request(self._queue, request_body, head, self._formats)
+        completion = ChatCompletionResponse(
+            request_body,
+            engine_request,
+            self._llm.tokenizer,
+            self._formats,
+            self._response_head("chatcmpl", head),
+        )
+        return await self._create_response(completion, head.request_id, bool(request_body.stream))
+
+    def _response_head(self, prefix: str, head: RequestHead) -> dict[str, object]:
+        """Return the fields that answers begin with."""
+        return {
+            "id": f"{prefix}-{head.request_id}",
+            "created": int(time.time()),
+            "model": self._served_model.name,
+        }
 
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
@@ -318,6 +367,8 @@ class InferenceEndpoints:
             "object": "model",
             "created": self._created_s,
             "owned_by": "forge",
+            "root": self._served_model.name,
+            "parent": None,
             "max_model_len": self._llm.engine.config.max_model_len,
         }
 

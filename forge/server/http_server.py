@@ -37,6 +37,7 @@ from forge.server.app import COUNT_RESPONSE, create_app
 from forge.server.connection import SEND_BUFFER_BYTES, HTTPConnection, OpenConnections
 from forge.server.film import FilmFeed
 from forge.server.middleware import MAX_HEAD_BYTES, SHUTTING_DOWN, is_host_name
+from forge.server.request_defaults import NO_DEFAULTS, RequestDefaults
 from forge.server.traces import RequestTraces
 from forge.server.weights_socket import WeightsSocket
 from forge.trainer_access import TrainerAccess
@@ -69,6 +70,8 @@ def run_server(
     metrics_compat: str | None = None,
     reasoning_parser: str | None = None,
     tool_call_parser: str | None = None,
+    request_defaults: RequestDefaults = NO_DEFAULTS,
+    root_path: str = "",
     trainer_access: TrainerAccess | None = None,
     film: FilmFeed | None = None,
     traces: RequestTraces | None = None,
@@ -96,6 +99,8 @@ def run_server(
                 metrics_compat=metrics_compat,
                 reasoning_parser=reasoning_parser,
                 tool_call_parser=tool_call_parser,
+                request_defaults=request_defaults,
+                root_path=root_path,
                 trainer_access=trainer_access,
                 film=film,
                 traces=traces,

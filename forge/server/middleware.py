@@ -23,6 +23,7 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forge.errors import InvalidConfig
 from forge.server.body import media_type_error
 from forge.server.errors import (
     CLOSE_HEADERS,
@@ -50,6 +51,7 @@ SHUTTING_DOWN = "closing"
 OVERFLOW = "crowded"
 """Key in the state of requests on an overflow connection; its value is max_connections."""
 
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ABSOLUTE_URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
@@ -62,6 +64,7 @@ class SecurityMiddleware:
                   `tenant`
     admin_keys    keys of `admin_paths`, which no other path takes; None: there are no such paths
     keyless_paths paths that need no key, and have all other checks
+    root_path     beginning of paths that is left out, where a path has it
     on_response   called with the status of every response
     """
 
@@ -74,7 +77,9 @@ class SecurityMiddleware:
         admin_keys: Tenants | None = None,
         admin_paths: Collection[str] = (),
         keyless_paths: Collection[str] = (),
+        root_path: str = "",
     ) -> None:
+        self._root_path = root_path
         self._app = app
         self._on_response = on_response
         self._tenants = tenants
@@ -91,7 +96,8 @@ class SecurityMiddleware:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # no route has WebSockets
             return
-        scope = _to_origin_form(scope)
+        # Before every check, so that all of them and the router see one path.
+        scope = _without_root_path(_to_origin_form(scope), self._root_path)
         client_id = _single_header(scope, b"x-request-id")
         generated_id = secrets.token_hex(12)
         response_id, request_id = generated_id.encode(), generated_id
@@ -221,6 +227,22 @@ def _route_path(scope: Scope) -> str:
     """Return the path that the router uses: without the one at which the application is mounted."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+def check_root_path(root_path: str) -> None:
+    """Raise InvalidConfig unless it is "" or the beginning of a path, such as /llm."""
+    if not _ROOT_PATH.fullmatch(root_path):
+        raise InvalidConfig(
+            "root_path", f"{root_path[:64]!r} is not the beginning of a path", "Give /llm, say"
+        )
+
+
+def _without_root_path(scope: Scope, root_path: str) -> Scope:
+    """Return the scope with its path after the root path, where the path has that."""
+    path: str = scope["path"]
+    if not root_path or not path.startswith(f"{root_path}/"):
+        return scope
+    return {**scope, "path": path.removeprefix(root_path)}
 
 
 def _head_error(scope: Scope) -> APIError | None:

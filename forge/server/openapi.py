@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from forge import __version__
+from forge.server.batch_chat import BatchChatRequest
 from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest, GenerateRequest
 from forge.server.errors import is_anthropic_path
@@ -48,6 +49,8 @@ from forge.server.tokenization import DetokenizeRequest, TokenizeRequest
 REQUEST_MODELS: dict[str, type[RequestBody]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/batch": BatchChatRequest,
+    "/invocations": ChatRequest,  # or, without messages, a CompletionRequest
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
@@ -62,6 +65,8 @@ SUMMARIES = {
     "/": "A page for people: what this server is",
     "/v1/completions": "A completion, or a stream of its chunks",
     "/v1/chat/completions": "The next message of a chat, or a stream of its chunks",
+    "/v1/chat/completions/batch": "The next messages of several chats",
+    "/invocations": "A chat or a completion, by the fields of the body, as SageMaker calls it",
     "/v1/responses": "A response, or a stream of its events",
     "/v1/responses/{id}": "A stored response, to read or to delete",
     "/v1/responses/{id}/cancel": "End a response that is in progress",
@@ -91,6 +96,8 @@ SUMMARIES = {
 REQUIRED = {
     "/v1/completions": ("model", "prompt"),
     "/v1/chat/completions": ("model", "messages"),
+    "/v1/chat/completions/batch": ("model", "messages"),
+    "/invocations": ("model", "messages"),
     "/v1/responses": ("model", "input"),
     "/v1/messages": ("model", "max_tokens", "messages"),
     "/v1/messages/count_tokens": ("model", "messages"),
@@ -107,8 +114,11 @@ NON_JSON_TYPES = {
 }
 """Content types of the routes whose response is not JSON."""
 
-STREAMING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-GENERATION_PATHS = (*STREAMING_PATHS, "/generate")
+STREAMING_PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/invocations"),
+    *("/v1/responses", "/v1/messages"),
+)
+GENERATION_PATHS = (*STREAMING_PATHS, "/generate", "/v1/chat/completions/batch")
 PROBE_PATHS = ("/health", "/ping")
 EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache", "/resize_kv_cache")
 
@@ -162,6 +172,8 @@ _MODEL = object_schema(
     object={"const": "model"},
     created=COUNT,
     owned_by=STRING,
+    root=STRING,
+    parent={"type": "null"},
     max_model_len={"type": "integer", "minimum": 1},
 )
 _TOOL_CALL = object_schema(
@@ -193,16 +205,21 @@ def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
     return with_optional(schema, **prompt, **TIMINGS)
 
 
+_COMPLETION = _completion_schema(
+    "text_completion", text=STRING, logprobs=or_null(_LOGPROBS), finish_reason=_FINISH_REASON
+)
+_CHAT_COMPLETION = _completion_schema(
+    "chat.completion",
+    message=_MESSAGE,
+    logprobs=or_null(_CHAT_LOGPROBS),
+    finish_reason={"enum": [*_FINISH_REASON["enum"], "tool_calls"]},
+)
+
 RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
-    "/v1/completions": _completion_schema(
-        "text_completion", text=STRING, logprobs=or_null(_LOGPROBS), finish_reason=_FINISH_REASON
-    ),
-    "/v1/chat/completions": _completion_schema(
-        "chat.completion",
-        message=_MESSAGE,
-        logprobs=or_null(_CHAT_LOGPROBS),
-        finish_reason={"enum": [*_FINISH_REASON["enum"], "tool_calls"]},
-    ),
+    "/v1/completions": _COMPLETION,
+    "/v1/chat/completions": _CHAT_COMPLETION,
+    "/v1/chat/completions/batch": _CHAT_COMPLETION,
+    "/invocations": {"anyOf": [_CHAT_COMPLETION, _COMPLETION]},
     "/generate": with_optional(
         object_schema(
             text=STRING,

@@ -25,6 +25,8 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
     "/v1/chat/completions": "chat",
+    "/v1/chat/completions/batch": "chat",
+    "/invocations": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
 }

@@ -49,16 +49,23 @@ IGNORED_OPTIONS = {
     "--max-cpu-loras",
     "--max-lora-rank",
     "--max-logprobs",
+    "--port",  # a test takes the server's address from it
     "--runner",
     "--structured-outputs-config.backend",
 }
-SAME_SWITCHES = {"--enable-prefix-caching", "--no-enable-prefix-caching"}
+SAME_SWITCHES = {
+    "--enable-force-include-usage",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--return-tokens-as-token-ids",
+}
 SAME_OPTIONS = {
     "--api-key",
     "--max-model-len",
     "--max-num-batched-tokens",
     "--max-num-seqs",
     "--reasoning-parser",
+    "--root-path",
     "--seed",
     "--served-model-name",
     "--tool-call-parser",

@@ -40,6 +40,12 @@ REQUESTS: list[tuple[str, dict[str, Any] | None]] = [
         "/v1/chat/completions",
         {"model": "hash", "messages": USER, "logprobs": True, "top_logprobs": 2, **SCORED},
     ),
+    (
+        "/v1/chat/completions/batch",
+        {"model": "hash", "messages": [USER, USER], "max_tokens": 2, "return_token_ids": True},
+    ),
+    ("/invocations", {"model": "hash", "messages": USER, "max_tokens": 2}),
+    ("/invocations", {"model": "hash", "prompt": "a"}),
     ("/v1/responses", {"model": "hash", "input": "a", "max_output_tokens": 2}),
     (
         "/v1/responses",
