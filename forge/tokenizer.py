@@ -140,6 +140,10 @@ class Tokenizer(Protocol):
         """Return a token as a list shows it: `bytes:\\xNN` where its bytes alone are no text."""
         ...
 
+    def token_piece(self, token: int) -> str:
+        """Return a token as the vocabulary writes it, such as `Ġthe`; "" for an unknown id."""
+        ...
+
 
 class Vocabulary(NamedTuple):
     """Tokens of a model as plain values, which can be sent to another process.
@@ -235,6 +239,10 @@ class ByteTokenizer:
             return bytes((token - 1,))
         name: str = self._special_tokens.get(token, "")
         return name.encode()
+
+    def token_piece(self, token: int) -> str:
+        """Return the token's text: the vocabulary writes it so."""
+        return self.token_text(token)
 
     def token_text(self, token: int) -> str:
         """Return the character or name; `bytes:\\xNN` for a byte that is no character alone."""

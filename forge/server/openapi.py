@@ -264,7 +264,7 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
         queue_s={"type": "number", "minimum": 0},
     ),
     "/tokenize": object_schema(
-        tokens=_IDS, count=COUNT, max_model_len=COUNT, token_strs={"type": "null"}
+        tokens=_IDS, count=COUNT, max_model_len=COUNT, token_strs=or_null(list_schema(STRING))
     ),
     "/detokenize": object_schema(prompt=STRING),
     "/tokenizer_info": object_schema(

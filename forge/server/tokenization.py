@@ -58,11 +58,13 @@ class TokenizeRequest(RequestBody):
 
     add_special_tokens   false: omit the ids that a checkpoint puts around every prompt. A chat has
                          those that its template writes
+    return_token_strs    the answer has the tokens as the vocabulary writes them
     """
 
     model: StringField = None
     prompt: StringField = None
     add_special_tokens: BooleanField = None
+    return_token_strs: BooleanField = None
     messages: MessagesField = None
     tools: ToolsField = None
     add_generation_prompt: BooleanField = None
@@ -140,7 +142,12 @@ class TokenizationEndpoints:
 
         def encode_body() -> bytes:
             tokens = encode()
-            tail = f'],"count":{len(tokens)},"max_model_len":{max_model_len},"token_strs":null}}'
+            pieces = "null"
+            if request_body.return_token_strs:
+                pieces = json.dumps([self._llm.tokenizer.token_piece(token) for token in tokens])
+            tail = (
+                f'],"count":{len(tokens)},"max_model_len":{max_model_len},"token_strs":{pieces}}}'
+            )
             return b'{"tokens":[' + _join_ids(tokens) + tail.encode()
 
         body = await asyncio.to_thread(encode_body)

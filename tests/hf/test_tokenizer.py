@@ -376,6 +376,8 @@ def test_a_token_in_a_listing_is_its_text_its_name_or_its_bytes(
     assert other.token_text(other._text_tokenizer.token_to_id("<think>")) == "<think>"
     assert other.token_text(other._text_tokenizer.token_to_id("two words")) == "two words"
     assert (other.token_text(other.vocab_size), other.token_bytes(-1)) == ("", b"")
+    assert one.token_piece(one._text_tokenizer.token_to_id("<0xF0>")) == "<0xF0>"
+    assert other.token_piece(other.vocab_size) == ""
 
 
 # Chat.

@@ -273,6 +273,12 @@ def test_what_cannot_be_done_is_refused_by_name(
     check_envelope(answer, status, param, code or answer.json()["error"]["code"])
 
 
+def test_tokens_have_their_names_where_they_are_requested(app: Starlette) -> None:
+    answer = post(app, "/tokenize", prompt="aé", return_token_strs=True).json()
+    assert answer["token_strs"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert post(app, "/tokenize", prompt="a").json()["token_strs"] is None
+
+
 def test_tokens_of_messages_are_those_of_their_chat(app: Starlette) -> None:
     chat = {
         "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}],

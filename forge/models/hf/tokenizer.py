@@ -256,6 +256,10 @@ class HFTokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    def token_piece(self, token: int) -> str:
+        """Return a token as the vocabulary writes it, such as `Ġthe`; "" for an unknown id."""
+        return self._text_tokenizer.id_to_token(token) or ""
+
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Mapping[str, Any]
     ) -> list[int]:
