@@ -368,7 +368,6 @@ class InferenceEndpoints:
             "created": self._created_s,
             "owned_by": "forge",
             "root": self._served_model.name,
-            "parent": None,
             "max_model_len": self._llm.engine.config.max_model_len,
         }
 

@@ -173,7 +173,6 @@ _MODEL = object_schema(
     created=COUNT,
     owned_by=STRING,
     root=STRING,
-    parent={"type": "null"},
     max_model_len={"type": "integer", "minimum": 1},
 )
 _TOOL_CALL = object_schema(

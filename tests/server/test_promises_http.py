@@ -594,6 +594,7 @@ def test_every_other_answer_is_of_the_official_type_too(running_server: RunningS
     """P28, official clients work: the list of models, and errors as /openapi.json has them."""
     (model,) = running_server.client.get("/v1/models").json()["data"]
     assert model.pop("max_model_len") == 256  # vLLM's
+    assert model.pop("root") == model["id"]  # vLLM's and SGLang's
     check_type("Model", model)
     schema = running_server.client.get("/openapi.json").json()["components"]["schemas"]["Error"]
     assert schema == ERROR_SCHEMA and not conforms({"error": {}}, schema)
