@@ -414,7 +414,7 @@ def test_bad_params_of_one_of_several_prompts_are_named() -> None:
         (None, "params[0]: "),
         ({"temperature": 0.0}, "params[0]: "),
         ([SamplingParams(), "x"], "params[1]: "),
-        (SamplingParams(allowed_token_ids=[257]), "params[0].allowed_token_ids: 257 is not"),
+        (SamplingParams(allowed_token_ids=[257]), "params[0].allowed_token_ids: 257 is out of"),
     ],
     ids=str,
 )
