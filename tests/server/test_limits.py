@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
@@ -992,8 +992,9 @@ def test_a_stream_that_waits_or_pauses_sends_pings(openai: Any) -> None:
             options: Any = {"model": "hash", "prompt": "open", "max_tokens": 3, "stream": True}
             opened = pool.submit(client.completions.create, **options)
             wait_until(lambda: bool(server.llm._mailboxes))
-            while not opened.done():  # a ping opens it
+            while not opened.done():  # A ping opens it. Many would reach the first-token limit.
                 server.clock.advance_and_wait(PING_S)
+                wait([opened], timeout=5)
             model.permits.release(3)
             with opened.result() as stream:
                 assert 0 < len(list(stream)) <= 3
