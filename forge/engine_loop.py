@@ -117,16 +117,12 @@ FilmCommand: TypeAlias = OpenFilm | CloseFilm
 PauseCommand: TypeAlias = Pause | Resume | UpdateWeights | Sleep | Wake
 """A command of trainers, with its ticket. Some take seconds, in which there is no step."""
 
-Command: TypeAlias = (
-    Request
-    | CheckedRequest
-    | Abort
-    | EndSession
-    | ResetPrefixCache
-    | Resize
-    | FilmCommand
-    | PauseCommand
+ControlCommand: TypeAlias = (
+    Abort | EndSession | ResetPrefixCache | Resize | FilmCommand | PauseCommand
 )
+"""A command that brings no request."""
+
+Command: TypeAlias = Request | CheckedRequest | ControlCommand
 """A value that `post` takes. A Request may take long: its structure may not be compiled yet."""
 
 
@@ -148,16 +144,7 @@ class _CompileFailure(NamedTuple):
     error: str
 
 
-_InboxEntry: TypeAlias = (
-    _Submission
-    | _CompileFailure
-    | Abort
-    | EndSession
-    | ResetPrefixCache
-    | Resize
-    | FilmCommand
-    | PauseCommand
-)
+_InboxEntry: TypeAlias = _Submission | _CompileFailure | ControlCommand
 
 
 class EngineStatus(NamedTuple):

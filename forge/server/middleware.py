@@ -177,7 +177,7 @@ class SecurityMiddleware:
         if scope["path"] in self._keyless_paths:
             return None
         keys = self._tenants
-        if _route_path(scope) in self._admin_paths and self._admin_keys is not None:
+        if route_path(scope) in self._admin_paths and self._admin_keys is not None:
             keys = self._admin_keys
         if _has_header(scope, b"authorization"):
             tenant = keys.of_request(_single_header(scope, b"authorization"))
@@ -223,7 +223,7 @@ def _has_header(scope: Scope, name: bytes) -> bool:
     return any(key == name for key, _ in scope["headers"])
 
 
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
     """Return the path that the router uses: without the one at which the application is mounted."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

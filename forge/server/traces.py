@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge.async_llm import EngineObserver
 from forge.errors import InvalidConfig, one_line
+from forge.server.middleware import route_path
 from forge.server.request_head import IS_TRACED
 
 OPERATIONS = {
@@ -132,7 +133,7 @@ class TraceMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = route_path(scope)
         if path not in OPERATIONS:
             await self._app(scope, receive, send)
             return

@@ -13,7 +13,7 @@ Always true: these routes exist only with a TrainerAccess, and none of them take
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -135,10 +135,21 @@ class TrainerEndpoints:
 
 
 def _respond(status: str, version: str, times: dict[str, float] | None = None) -> Response:
+    return JSONResponse(command_response(status, version, times))
+
+
+def command_response(
+    status: str, version: str, times: Mapping[str, float] | None = None
+) -> dict[str, object]:
+    """Return the body of the response to a command that was carried out, over HTTP or a socket.
+
+    version   of the weights after it
+    times     seconds of its parts; None: it has none
+    """
     body: dict[str, object] = {"status": status, "weight_version": version}
     if times is not None:
         body["seconds"] = {name: round(seconds, 6) for name, seconds in times.items()}
-    return JSONResponse(body)
+    return body
 
 
 def _by_method(state: Handler, command: Handler) -> Handler:

@@ -34,6 +34,7 @@ from typing import Any
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidWeights
+from forge.server.trainers import command_response
 from forge.server.weights_message import parse_key, parse_message
 from forge.trainer_access import TrainerAccess
 from forge.weights import SharedWeights
@@ -150,7 +151,7 @@ class WeightsSocket:
                 self._connections[connection] = thread
                 if self._is_closing.is_set():
                     _stop_reading(connection)
-            thread.start()
+                thread.start()  # `close` joins each thread that it finds
 
     def _respond(
         self, connection: socket.socket, llm: AsyncLLM, loop: asyncio.AbstractEventLoop
@@ -212,11 +213,7 @@ class WeightsSocket:
                 raise _shutting_down()
             update = asyncio.run_coroutine_threadsafe(llm.update_weights(weights, version), loop)
         result = update.result()
-        return {
-            "status": "updated",
-            "weight_version": result.version,
-            "seconds": {name: round(seconds, 6) for name, seconds in result.seconds.items()},
-        }
+        return command_response("updated", result.version, result.seconds)
 
 
 def open_weights_socket(path: str | None, access: TrainerAccess | None) -> WeightsSocket | None:
