@@ -9,8 +9,8 @@ forge.models.hf.parallel.step_message. No model and no GPU is used.
     other ranks            ... waiting ...[ received ][ decode_us ]
                   └──────── latency_us ───┘
 
-All are p50 and p99 in microseconds; `latency_us` is the slowest rank's. Steps begin every
-`--period-ms`. Between them a reader polls for `--spin-ms`, then sleeps.
+All are p50 and p99 in microseconds; `latency_us` is the slowest rank's. Between steps, rank 0 sleeps
+for `--period-ms` and then builds the step, as an engine does, and a reader polls for `--spin-ms`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def measure(
     num_rows: int, num_ranks: int, num_steps: int, period_s: float, spin_s: float
 ) -> dict[str, Any]:
     """Return the figures of so many steps of `num_rows` decodes."""
-    step = create_decode_step(num_rows)
     sent: list[tuple[int, int, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         with RankGroup(num_ranks, read_messages, (folder, spin_s)) as group:
@@ -82,6 +81,8 @@ def measure(
                 group.wait_until_ready()
                 for _ in range(NUM_WARM_UP + num_steps):
                     time.sleep(period_s)
+                    # As in an engine, the step is built just before it is sent.
+                    step = create_decode_step(num_rows)
                     # The clock is the same in every process of the machine.
                     begin_ns = time.perf_counter_ns()
                     buffers = encode_step(STEP, step)

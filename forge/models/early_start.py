@@ -48,14 +48,28 @@ def torch_has_cuda() -> bool:
     return any(Path(folder, "lib", "libtorch_cuda.so").exists() for folder in folders)
 
 
-def create_context() -> None:
-    """Create the primary context of the first GPU, which torch uses too. Ignore errors."""
+def has_gpu() -> bool:
+    """Return whether torch will find a GPU. It is not imported."""
+    if not torch_has_cuda() or (driver := _open_driver()) is None:
+        return False
+    count = ctypes.c_int()
+    return not driver.cuDeviceGetCount(ctypes.byref(count)) and count.value > 0
+
+
+def _open_driver() -> ctypes.CDLL | None:
+    """Return CUDA's driver, initialized, or None where there is none or it has no GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return  # There is no driver.
+        return None
+    return driver if not driver.cuInit(0) else None
+
+
+def create_context() -> None:
+    """Create the primary context of the first GPU, which torch uses too. Ignore errors."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+    driver = _open_driver()
+    if driver is not None and not driver.cuDeviceGet(ctypes.byref(device), 0):
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 

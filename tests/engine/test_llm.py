@@ -14,7 +14,7 @@ import pytest
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidRequest, PolicyError
-from forge.llm import LLM, Prompt, load_policy
+from forge.llm import LLM, Prompt, add_offline_defaults, load_policy
 from forge.models.hash import HashModel
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.policy import FCFS, POLICIES, Candidate, PolicyContext, least_progress
@@ -649,3 +649,25 @@ def test_a_closed_llm_refuses_what_comes_after() -> None:
 def test_several_prompts_are_not_one_to_stream() -> None:
     with pytest.raises(InvalidRequest, match=r"prompt: .* is neither text nor a list of token ids"):
         LLM("hash").stream(["a", "b"], GREEDY)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "gpu", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", {}, True, 8192),
+        ("Qwen/Qwen3-0.6B", {"max_num_seqs": 5000}, True, 10_000),
+        ("Qwen/Qwen3-0.6B", {"max_num_batched_tokens": 512}, True, 512),
+        ("Qwen/Qwen3-0.6B", {"device": "cpu"}, True, None),
+        ("Qwen/Qwen3-0.6B", {"max_num_seqs": "many"}, True, None),
+        ("Qwen/Qwen3-0.6B", {}, False, None),
+        ("hash:seed=3", {}, True, None),
+        ("tiny", {}, True, None),
+    ],
+)
+def test_llm_computes_more_tokens_in_a_step_on_a_gpu_than_a_server(
+    model: str, options: Any, gpu: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge.llm.has_gpu", lambda: gpu)
+    completed = add_offline_defaults(model, options)
+    assert completed.get("max_num_batched_tokens") == expected
+    assert {**completed, **options} == completed

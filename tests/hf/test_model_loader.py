@@ -238,35 +238,35 @@ def test_nothing_holds_the_model_when_the_context_is_over(checkpoint: Path) -> N
     assert held() is None
 
 
-# On a GPU.
+# A share of a GPU's memory.
 
 
-@pytest.mark.gpu
-def test_blocks_of_a_gpu_fill_what_is_left_of_the_share_and_no_more() -> None:
-    device = torch.device("cuda")
-    shape = KVCacheSpec(8, 4, 128, torch.bfloat16)
-    few, many = (
-        num_device_blocks(
-            shape.bytes_per_token,
-            0,
-            block_size=64,
-            max_model_len=64,
-            utilization=share,
-            device=device,
-        )
-        for share in (0.5, 0.75)
-    )
-    _, total = torch.cuda.mem_get_info()
-    assert (many - few) * shape.bytes_per_token * 64 == pytest.approx(total / 4, rel=0.01)
+TOTAL_BYTES = 140 * 2**30
+"""Memory of the GPU in tests of its share. A tenth of it is in use."""
 
 
-@pytest.mark.gpu
-def test_where_the_longest_sequence_does_not_fit_what_would_fit_is_said() -> None:
-    device = torch.device("cuda")
+@pytest.fixture
+def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    memory = (TOTAL_BYTES * 9 // 10, TOTAL_BYTES)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device=None: memory)
+    return torch.device("cuda")
+
+
+def test_blocks_of_a_gpu_fill_what_is_left_of_the_share_and_no_more(
+    gpu_memory: torch.device,
+) -> None:
     size = KVCacheSpec(8, 4, 128, torch.bfloat16).bytes_per_token
-    fits = {"block_size": 64, "device": device}
-    _, total = torch.cuda.mem_get_info()
-    half = int(total * 0.5) // size
+    fits = {"block_size": 64, "max_model_len": 64, "device": gpu_memory}
+    few, many = (num_device_blocks(size, 0, utilization=share, **fits) for share in (0.5, 0.75))
+    assert (many - few) * size * 64 == pytest.approx(TOTAL_BYTES / 4, rel=0.01)
+
+
+def test_where_the_longest_sequence_does_not_fit_what_would_fit_is_said(
+    gpu_memory: torch.device,
+) -> None:
+    size = KVCacheSpec(8, 4, 128, torch.bfloat16).bytes_per_token
+    fits = {"block_size": 64, "device": gpu_memory}
+    half = TOTAL_BYTES // 2 // size
     with pytest.raises(InvalidConfig, match=r"0\.1 is too little.*Give 0\.\d\d") as refused:
         num_device_blocks(size, 0, max_model_len=half, utilization=0.1, **fits)
     assert refused.value.option == "gpu_memory_utilization"
@@ -278,6 +278,9 @@ def test_where_the_longest_sequence_does_not_fit_what_would_fit_is_said() -> Non
     longest = int(str(refused.value).split("Give ")[1])
     blocks = num_device_blocks(size, 0, max_model_len=longest, utilization=0.9, **fits)
     assert blocks * 64 == longest
+
+
+# On a GPU.
 
 
 @pytest.mark.gpu

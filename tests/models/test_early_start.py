@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,3 +86,33 @@ def test_a_torch_without_cuda_takes_no_memory_of_a_gpu(
     monkeypatch.setattr(early_start, "create_context", lambda: None)
     threads = begin_early(tmp_path, uses_gpu=True, reads_weights=False)
     assert [thread.name for thread in threads] == names
+
+
+class _Driver:
+    """A CUDA driver that answers with a status and a number of GPUs."""
+
+    def __init__(self, status: int, num_gpus: int) -> None:
+        self._status, self._num_gpus = status, num_gpus
+
+    def cuInit(self, flags: int) -> int:
+        return self._status
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self._num_gpus
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("torch_has_cuda", "status", "num_gpus", "expected"),
+    [(True, 0, 2, True), (True, 0, 0, False), (True, 100, 1, False), (False, 0, 1, False)],
+)
+def test_a_gpu_needs_a_torch_with_cuda_a_driver_and_a_device(
+    torch_has_cuda: bool,
+    status: int,
+    num_gpus: int,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(early_start, "torch_has_cuda", lambda: torch_has_cuda)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: _Driver(status, num_gpus))
+    assert early_start.has_gpu() is expected

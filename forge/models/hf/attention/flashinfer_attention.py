@@ -114,13 +114,17 @@ class FlashInferAttention:
         num_decode_rows = len(self._slots)
         if not num_decode_rows:
             return self._attend_prefill(layer_index, queries, keys, values)
-        out = self._decode.attend(
-            layer_index, queries[:num_decode_rows], self._slots, self._kv_lens
-        )
         if num_decode_rows == len(queries):
-            return out
+            return self._decode.attend(layer_index, queries, self._slots, self._kv_lens)
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        decode_out, prefill_out = out[:num_decode_rows], out[num_decode_rows:]
+        self._decode.attend_into(
+            decode_out, layer_index, queries[:num_decode_rows], self._slots, self._kv_lens
+        )
         prefill_tensors = (each[num_decode_rows:] for each in (queries, keys, values))
-        return torch.cat((out, self._attend_prefill(layer_index, *prefill_tensors)))
+        kernel = self._step_kernels[self._plan_keys[layer_index]]
+        kernel.attend_into(prefill_out, layer_index, *prefill_tensors)
+        return out
 
     def attend_qkv(
         self, layer_index: int, qkv: torch.Tensor, rope: QKNormRope

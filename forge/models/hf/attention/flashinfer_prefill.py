@@ -62,6 +62,20 @@ class _PlannedKernel(ABC):
         self._run(layer_index, queries, keys, values, out)
         return out[..., :head_dim]
 
+    def attend_into(
+        self,
+        out: torch.Tensor,
+        layer_index: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write what `attend` returns to `out`."""
+        if self._kv_cache.spec.head_dim == queries.shape[-1]:
+            self._run(layer_index, queries, keys, values, out)
+        else:
+            out.copy_(self.attend(layer_index, queries, keys, values))
+
     @abstractmethod
     def _run(
         self,
