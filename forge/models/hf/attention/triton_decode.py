@@ -76,7 +76,7 @@ DECODE_CONFIGS = (
 Measured on an H200: wiki/Attention.md, "The decode kernel".
 """
 
-MIN_CUDA_ROWS = 24
+MIN_CUDA_ROWS = 17
 """Rows from which decode.cu computes a step, where it has its shape: wiki/Attention.md."""
 
 ONE_SPLIT_CONFIG = SplitConfig(1, 128, 4, 2, 128)
@@ -472,6 +472,7 @@ class DecodeAttention:
         row_counts = [
             *(row_limit - 1 for row_limit, _ in (*DECODE_CONFIGS, *MIXED_CONFIGS)),
             DECODE_CONFIGS[-1][0],
+            MIN_CUDA_ROWS - 1,
             MIN_CUDA_ROWS,
         ]
         for num_rows in row_counts:
