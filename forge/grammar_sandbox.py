@@ -42,7 +42,12 @@ import llguidance
 from forge.errors import ForgeError, InvalidRequest
 from forge.feedback_queue import COMPILE_LEVELS, Demotion, FeedbackQueue, QueueLevel
 from forge.request import Structure
-from forge.structured_output import build_token_trie, compile_grammar, run_with_deep_stack
+from forge.structured_output import (
+    build_token_trie,
+    compile_grammar,
+    digest_structure,
+    run_with_deep_stack,
+)
 from forge.tokenizer import Vocabulary
 
 MAX_WALL_S = 60.0
@@ -99,7 +104,8 @@ class GrammarSandbox:
         self._levels = tuple(levels)
         self._lock = threading.Lock()
         self._futures: dict[Structure, list[Future[QueueLevel]]] = {}
-        self._cached_errors: OrderedDict[Structure, InvalidRequest] = OrderedDict()
+        # By digest: a client's text may have megabytes.
+        self._cached_errors: OrderedDict[bytes, InvalidRequest] = OrderedDict()
         self._commands: SimpleQueue[SandboxCommand] | None = None
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -112,13 +118,14 @@ class GrammarSandbox:
         not needed. Simultaneous calls with one structure share a compilation. Returns at once.
         """
         future: Future[QueueLevel] = Future()
+        digest = digest_structure(structure)
         with self._lock:
             if self._closed:
                 future.set_exception(SandboxDied("the compiler is closed. Open another"))
                 return future
-            error = self._cached_errors.get(structure)
+            error = self._cached_errors.get(digest)
             if error is not None:
-                self._cached_errors.move_to_end(structure)
+                self._cached_errors.move_to_end(digest)
                 _set_outcome(future, error)
                 return future
             futures = self._futures.setdefault(structure, [])
@@ -205,7 +212,7 @@ class GrammarSandbox:
                 with self._lock:
                     futures = self._futures.pop(structure, [])
                     if isinstance(outcome, InvalidRequest) and is_permanent:
-                        self._cached_errors[structure] = outcome
+                        self._cached_errors[digest_structure(structure)] = outcome
                         if len(self._cached_errors) > MAX_CACHED_ERRORS:
                             self._cached_errors.popitem(last=False)
                 for future in futures:

@@ -283,7 +283,7 @@ class LLGuidanceBackend:
     def mark_compilable(self, structure: Structure, level: QueueLevel) -> None:
         """Record that another process compiled the structure within the limits of the level."""
         with self._lock:
-            self._compilable_levels[_digest(structure)] = level
+            self._compilable_levels[digest_structure(structure)] = level
             if len(self._compilable_levels) > MAX_CHECKED_STRUCTURES:
                 self._compilable_levels.popitem(last=False)
 
@@ -292,7 +292,7 @@ class LLGuidanceBackend:
 
         The structure becomes the most recently used one.
         """
-        digest = _digest(structure)
+        digest = digest_structure(structure)
         with self._lock:
             if digest in self._compilable_levels:
                 self._compilable_levels.move_to_end(digest)
@@ -425,8 +425,9 @@ class LLGuidanceBackend:
             self._recent.popitem(last=False)
 
 
-def _digest(structure: Structure) -> bytes:
-    return sha256(f"{structure.kind.value} {structure.text}".encode(errors="replace")).digest()
+def digest_structure(structure: Structure) -> bytes:
+    """Return a digest of the kind and the text: a table's key that a long text does not enlarge."""
+    return sha256(f"{structure.kind.value} {structure.text}".encode(errors="surrogatepass")).digest()
 
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -223,7 +224,17 @@ def test_a_structure_cancelled_while_it_waited_is_not_compiled() -> None:
         first, left, last = (compiler.check(each) for each in (LONG_GRAMMAR, bad, EASY))
         assert left.cancel() and first.cancel()
         last.result(TIMEOUT_S)
-        assert bad not in compiler._cached_errors
+        assert not compiler._cached_errors
+
+
+def test_the_cached_error_of_a_long_text_has_few_bytes() -> None:
+    long_text = Structure.regex("[" + "a" * 100_000)
+    with create_compiler() as compiler:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest):
+                compiler.check(long_text).result(TIMEOUT_S)
+        assert len(compiler._cached_errors) == 1
+        assert len(pickle.dumps(compiler._cached_errors)) < 4096
 
 
 def test_no_process_runs_before_the_first_structure_and_none_after_the_end() -> None:
