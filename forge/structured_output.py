@@ -427,7 +427,9 @@ class LLGuidanceBackend:
 
 def digest_structure(structure: Structure) -> bytes:
     """Return a digest of the kind and the text: a table's key that a long text does not enlarge."""
-    return sha256(f"{structure.kind.value} {structure.text}".encode(errors="surrogatepass")).digest()
+    return sha256(
+        f"{structure.kind.value} {structure.text}".encode(errors="surrogatepass")
+    ).digest()
 
 
 T = TypeVar("T")

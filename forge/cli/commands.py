@@ -108,10 +108,12 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     from forge.requirements import find_untested
     from forge.server.film import FilmFeed
     from forge.server.http_server import run_server
+    from forge.server.malloc_options import set_malloc_options
     from forge.server.request_defaults import RequestDefaults
     from forge.server.traces import open_traces
     from forge.server.weights_socket import open_weights_socket
 
+    set_malloc_options()
     with nonblocking_logging(), ExitStack() as exit_stack:
         logging.getLogger("forge.statistics").setLevel(logging.INFO)
         for version in find_untested():
