@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
@@ -42,6 +43,8 @@ from tests.server.http_wire import Address, RawExchange, WireResponse, build_pos
 
 TIMEOUT_S = 90.0
 """Seconds until a response counts as missing."""
+LONG_BYTES = 100_000
+"""Bytes beyond which a row is sent in the warm-up too."""
 OTHER_SERVER_CODES = {"context_length_exceeded", "template_error"}
 """Codes of rows that this server may serve: its context is longer, and its template takes all."""
 ADMIN_ROUTES = {path: n for path, n in OPERATOR_ROUTES.items() if path.startswith("/admin/")}
@@ -218,6 +221,21 @@ class HostileClient:
             self._rows.setdefault(row.source, []).append(row)
         self._weights = [len(rows) ** 0.5 for rows in self._rows.values()]
         self._waiting: dict[str, list[HostileRequest]] = {source: [] for source in self._rows}
+
+    async def send_long(self, until_s: float) -> None:
+        """Send each row of more than LONG_BYTES once, one after the other, until that time.
+
+        The time is of time.monotonic(). Parsing such a row takes tens of MiB for a moment, and the
+        allocators keep a part. Drawn rows would leave most of them for the end of an hour.
+        """
+        for row in await asyncio.to_thread(self._find_long):
+            if time.monotonic() >= until_s:
+                return
+            await self.send(row)
+
+    def _find_long(self) -> list[HostileRequest]:
+        rows = (row for rows in self._rows.values() for row in rows)
+        return [row for row in rows if len(row.build()) > LONG_BYTES]
 
     def draw(self) -> HostileRequest:
         """Return the next request: a row of a table or one of a fuzzer."""

@@ -54,6 +54,7 @@ class Plan(NamedTuple):
     """What a run does.
 
     hostile_share   hostile requests for each good one, over windows with and without them
+    warm_up_s       seconds before the first window, in which the longest hostile requests are sent
     step_ms         time of a step of the model, so that the engine sleeps for most of it
     """
 
@@ -62,7 +63,7 @@ class Plan(NamedTuple):
     leave_share: float = 0.2
     hostile_share: float = 0.01
     step_ms: float = 150.0
-    warm_up_s: float = 60.0
+    warm_up_s: float = 120.0
     window_s: float = 120.0
     settle_s: float = 15.0
     closing_s: float = 30.0
@@ -102,7 +103,9 @@ class SoakRun:
             on_answer=lambda times: self.timings.add(times, self._start_s),
         )
         until_s = self._start_s + plan.minutes * 60
-        await streams.run(plan.streams, until_s, min(plan.warm_up_s / 2, 10.0))
+        long_rows = self.hostile.send_long(self._start_s + plan.warm_up_s)
+        load = streams.run(plan.streams, until_s, min(plan.warm_up_s / 2, 10.0))
+        await asyncio.gather(load, long_rows)
         sampling.cancel()
         await asyncio.gather(*self._hostile_tasks)
         return streams.counts

@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD_KEY = "poppy"
 """Key of the good clients. The hostile ones have http_wire.KEY, so they are another tenant."""
 EXIT_TIMEOUT_S = 60.0
-STORE_MIB = 12
-"""Store of responses: full within ten minutes, and a response stays until its next turn."""
+STORE_MIB = 4
+"""Store of responses, half of it for the good clients. It is full after about 3,500 requests, so
+within ten minutes on a slow machine too. A response stays until its next turn."""
 WRITE_WARNING = "WARNING asyncio: socket.send() raised exception.\n"
 """Line of asyncio for the fifth event of one turn to a client that left in that turn."""
 
@@ -136,7 +137,7 @@ def serve_in_process(step_ms: float) -> Iterator[ServerProcess]:
     words = [
         *(f"hash:step_ms={step_ms:g}", "--port=0", "--served-model-name=hash"),
         *(f"--api-key={KEY}", f"--api-key={GOOD_KEY}", "--admin-key=admin"),
-        *("--read-timeout=5", f"--response-store-mib={STORE_MIB}", "--drain-timeout=30"),
+        *("--read-timeout=15", f"--response-store-mib={STORE_MIB}", "--drain-timeout=30"),
         *(f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()),
     ]
     outer = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from random import Random
@@ -23,7 +25,13 @@ from tests.server.test_server import RunningServer, open_server
 from tests.soak.answers import READERS, WHOLE, Answer
 from tests.soak.catalogue import SIZES, Conversation, Turn, build_catalogue
 from tests.soak.connection import AnswerTimes, SoakConnection
-from tests.soak.hostile import HostileClient, HostileRequest, has_status, table_rows
+from tests.soak.hostile import (
+    LONG_BYTES,
+    HostileClient,
+    HostileRequest,
+    has_status,
+    table_rows,
+)
 from tests.soak.run import Plan, find_limit_faults, run_soak
 from tests.soak.server_process import (
     MemorySample,
@@ -338,6 +346,27 @@ def test_a_response_that_no_hostile_request_may_have_is_a_fault(
 
     found = asyncio.run(run())
     assert len(found) == (problem is not None) and (problem or "") in "".join(found)
+
+
+def test_long_rows_are_sent_once_before_the_first_window() -> None:
+    async def run(until_s: float) -> Counter[str]:
+        async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 400 a\r\ncontent-length: 2\r\n\r\n{}")
+            writer.close()
+
+        limit = 2 * LONG_BYTES
+        async with await asyncio.start_server(respond, "127.0.0.1", 0, limit=limit) as listening:
+            rows = [
+                HostileRequest(f"{size}", "", lambda size=size: b"\r\n\r\n".rjust(size))  # type: ignore[misc]
+                for size in (8, LONG_BYTES, LONG_BYTES + 1)
+            ]
+            client = HostileClient(listening.sockets[0].getsockname(), 1, rows)
+            await client.send_long(until_s)
+            return client.counts
+
+    assert asyncio.run(run(math.inf)) == {f"{LONG_BYTES + 1}": 1}
+    assert not asyncio.run(run(-math.inf))
 
 
 # All of it.
