@@ -9,8 +9,8 @@ forge.models.hf.parallel.step_message. No model and no GPU is used.
     other ranks            ... waiting ...[ received ][ decode_us ]
                   └──────── latency_us ───┘
 
-All are p50 and p99 in microseconds; `latency_us` is the slowest rank's. Between steps, rank 0 sleeps
-for `--period-ms` and then builds the step, as an engine does, and a reader polls for `--spin-ms`.
+All are p50 and p99 in microseconds; `latency_us` is the slowest rank's. Between steps rank 0
+sleeps for `--period-ms`, then builds the step, as an engine does. A reader polls for `--spin-ms`.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ OPTIONS_OF_NO_MODEL = ("record", *KV_EVENT_OPTION_NAMES)
 OFFLINE_BATCHED_TOKENS = 8192
 """Default of LLM for `max_num_batched_tokens` of a checkpoint on a GPU.
 
-A server computes fewer tokens in a step, so that running sequences wait less. Offline nobody reads
-along, and larger steps compute prompts faster.
+A server computes fewer tokens in a step, so that running sequences wait less. Offline the time of
+the whole batch counts, and larger steps compute prompts faster.
 """
 
 
