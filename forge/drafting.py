@@ -462,7 +462,12 @@ class ModelDrafter:
     def _create_bind(self, sequence: Sequence, start: int) -> Bind:
         """Return the target's Bind, changed for drafts: no logprobs, structure or stop strings."""
         params = replace(
-            sequence.params, logprobs=None, prompt_logprobs=None, structure=None, stop=()
+            sequence.params,
+            logprobs=None,
+            logprob_token_ids=(),
+            prompt_logprobs=None,
+            structure=None,
+            stop=(),
         )
         history = tuple(sequence.tokens[:start]) if params.has_penalties else ()
         return sequence.bind._replace(

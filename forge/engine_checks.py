@@ -49,6 +49,7 @@ def check_request(
     _check_ids("logit_bias", tuple(token for token, _ in params.logit_bias), vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
     if params.stop and tokenizer is None:
         raise InvalidRequest(
             "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"

@@ -315,7 +315,8 @@ def parse_request(entry: Entry) -> Request:
     params = dict(values.pop("params"))
     if "structure" in params:
         params["structure"] = Structure.decode(params["structure"])
-    for name in ("logit_bias", "allowed_token_ids", "stop", "stop_token_ids"):
+    names = ("logit_bias", "allowed_token_ids", "stop", "stop_token_ids", "logprob_token_ids")
+    for name in names:
         if name in params:
             params[name] = tuple(
                 tuple(each) if isinstance(each, list) else each for each in params[name]

@@ -25,6 +25,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_LISTED_IDS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_SESSION_ID_CHARS = 128
 MAX_PAUSE_S = 86_400.0
 MAX_STRUCTURE_CHARS = 65_536
@@ -82,11 +83,11 @@ def _check_float(field: str, value: Any, low: float, high: float) -> None:
         )
 
 
-def _parse_token_ids(field: str, values: object) -> tuple[int, ...]:
+def _parse_token_ids(field: str, values: object, max_ids: int = MAX_LISTED_IDS) -> tuple[int, ...]:
     ids = _parse_list(field, values)
-    if len(ids) > MAX_LISTED_IDS:
+    if len(ids) > max_ids:
         raise InvalidRequest(
-            field, f"{len(ids)} ids, at most {MAX_LISTED_IDS}", "Give fewer", "too_many_items"
+            field, f"{len(ids)} ids, at most {max_ids}", "Give fewer", "too_many_items"
         )
     for token in ids:
         if type(token) is not int or token < 0:
@@ -270,6 +271,8 @@ class SamplingParams:
     logprobs             with each token its log probability and the n most likely; raw logits
     prompt_logprobs      the same for prompt tokens after the first; bypasses the prefix cache
     structure            the output is of this shape and ends with it; None: any
+    logprob_token_ids    with `logprobs`: each token comes with the log probabilities of these ids,
+                         in this order and each once, in place of the most likely ones
 
     Raises InvalidRequest naming the field. Order of arithmetic: forge.sampling.
     """
@@ -293,6 +296,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structure: Structure | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     if TYPE_CHECKING:
         # The constructor takes more types than the fields have: `__post_init__` makes them tuples.
@@ -317,6 +321,7 @@ class SamplingParams:
             logprobs: int | None = None,
             prompt_logprobs: int | None = None,
             structure: Structure | None = None,
+            logprob_token_ids: Iterable[int] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -357,6 +362,14 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        listed = _parse_token_ids(
+            "logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS
+        )
+        set_field(self, "logprob_token_ids", tuple(dict.fromkeys(listed)))
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequest(
+                "logprob_token_ids", "the request has no logprobs", "Set logprobs as well"
+            )
         if self.structure is not None:
             _check_structure(self.structure)
             if self.allowed_token_ids is not None:
@@ -459,7 +472,10 @@ class Request:
 
 
 class TokenLogprob(NamedTuple):
-    """Log probability of one token under the raw logits, and the most likely tokens with theirs."""
+    """Log probability of one token under the raw logits, and those of other tokens.
+
+    top   the most likely tokens, likeliest first, or the request's `logprob_token_ids`
+    """
 
     token: int
     logprob: float

@@ -273,7 +273,19 @@ def draw_from_weights(weights: Mapping[int, float], key: int) -> int:
 
 def token_logprob(logits: Sequence[float], token: int, count: int) -> TokenLogprob:
     """Return the log probability of `token` and of the `count` most likely, from raw logits."""
+    order = sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:count] if count else []
+    return listed_logprob(logits, token, order)
+
+
+def output_logprob(logits: Sequence[float], token: int, params: SamplingParams) -> TokenLogprob:
+    """Return what comes with an output token of a request with `logprobs`, from raw logits."""
+    if params.logprob_token_ids:
+        return listed_logprob(logits, token, params.logprob_token_ids)
+    return token_logprob(logits, token, params.logprobs or 0)
+
+
+def listed_logprob(logits: Sequence[float], token: int, ids: Iterable[int]) -> TokenLogprob:
+    """Return the log probabilities of `token` and of the ids, from raw logits."""
     top = max(logits)
     total = top + log(sum(exp(x - top) for x in logits))
-    order = sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:count] if count else []
-    return TokenLogprob(token, logits[token] - total, tuple((t, logits[t] - total) for t in order))
+    return TokenLogprob(token, logits[token] - total, tuple((t, logits[t] - total) for t in ids))

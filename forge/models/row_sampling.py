@@ -25,6 +25,7 @@ from forge.sampling import (
     draw_token,
     filter_logits,
     invalid_logits_reason,
+    output_logprob,
     probabilities,
     process_logits,
     sample_token,
@@ -119,10 +120,10 @@ def sample_row(
         tokens = tokens[:-1]
         del emitted[-1], verified[len(tokens) - 1 :]
     logprobs: tuple[TokenLogprob, ...] = ()
-    count = slot.bind.params.logprobs
-    if count is not None:
+    params = slot.bind.params
+    if params.logprobs is not None:
         pairs = zip(emitted, tokens, strict=True)
-        logprobs = tuple(token_logprob(sample.logits, token, count) for sample, token in pairs)
+        logprobs = tuple(output_logprob(sample.logits, token, params) for sample, token in pairs)
     verified = verified[: len(tokens)]
     output = RowOutput(tokens, logprobs, prompt_logprobs, verified=tuple(verified))
     return SampledRow(output, samples[-1].draft_probs)

@@ -470,7 +470,15 @@ class ChatCompletionResponse:
         return {"content": content, "refusal": None} if self._request_body.logprobs else None
 
     def _logprob_entries(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Return an entry per token, each with the most likely tokens at its position."""
+        """Return an entry per token, each with the most likely tokens at its position.
+
+        Of a request that lists ids, each has the token itself and these ids.
+        """
+        if self._request_body.logprob_token_ids:
+            logprobs = [
+                TokenLogprob(token, score, tuple({token: score, **dict(top)}.items()))
+                for token, score, top in logprobs
+            ]
         return [
             {
                 **self._logprob_entry(token, score),

@@ -36,6 +36,7 @@ from forge.server.protocol import (
     NamedPrompt,
     PromptRequest,
     SamplingRequest,
+    TokenIdsField,
 )
 from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork
 from forge.server.timings import AnswerTimings
@@ -64,6 +65,7 @@ class StreamingRequest(SamplingRequest):
     return_token_ids: BooleanField = None
     return_tokens_as_token_ids: BooleanField = None
     prompt_logprobs: IntegerField = None
+    logprob_token_ids: TokenIdsField = None
     stream_options: Annotated[
         StreamOptions | None,
         Field(description="an object with include_usage, continuous_usage_stats: true or false"),
@@ -149,6 +151,12 @@ class CompletionRequest(PromptRequest, StreamingRequest):
             raise InvalidRequest(
                 "max_tokens", "0 leaves no token to generate", "Give 1, or use echo"
             )
+        if self.max_tokens == 0 and self.logprob_token_ids:
+            raise InvalidRequest(
+                "logprob_token_ids",
+                "max_tokens is 0, so no token is generated",
+                "Give max_tokens of 1 or more",
+            )
         return super().sampling_params()
 
     @property
@@ -178,6 +186,7 @@ class GenerateRequest(PromptRequest):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **UNSUPPORTED_FIELDS,
         "echo": (False,),
+        "logprob_token_ids": ([],),
         "logprobs": (),
         "n": (1,),
         "prompt_logprobs": (),

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 from forge.errors import InvalidRequest
 from forge.request import (
     MAX_LISTED_IDS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_PATTERN_CHARS,
     MAX_SESSION_ID_CHARS,
     MAX_STOP_STRINGS,
@@ -92,6 +93,7 @@ MAX_ITEMS = {
     "logit_bias": MAX_LISTED_IDS,
     "allowed_token_ids": MAX_LISTED_IDS,
     "stop_token_ids": MAX_LISTED_IDS,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
     "stop": MAX_STOP_STRINGS,
     "stream_options": MAX_METADATA,
     "metadata": MAX_METADATA,

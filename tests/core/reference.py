@@ -18,7 +18,14 @@ from typing import NamedTuple
 from forge.config import EngineConfig
 from forge.models.hash import HashModel
 from forge.request import FinishReason, Request, TokenLogprob
-from forge.sampling import choice_seed, mix, process_logits, sample_token, token_logprob
+from forge.sampling import (
+    choice_seed,
+    mix,
+    output_logprob,
+    process_logits,
+    sample_token,
+    token_logprob,
+)
 from forge.tokenizer import Tokenizer
 
 ALPHABET = "ab é\n"
@@ -71,7 +78,7 @@ def compute_expected(
         allowed = process_logits(logits, params, prompt, output, end_ids, mask)
         output.append(sample_token(allowed, params, seed, len(prompt) + len(output)))
         if params.logprobs is not None:
-            scores.append(token_logprob(logits, output[-1], params.logprobs))
+            scores.append(output_logprob(logits, output[-1], params))
         end_reason = _end_reason(request, output, end_ids, tokenizer)
         if end_reason is None and len(output) == max_tokens:
             end_reason = "length"

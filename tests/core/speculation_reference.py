@@ -33,9 +33,9 @@ from forge.sampling import (
     filter_logits,
     gumbel,
     mix,
+    output_logprob,
     process_logits,
     sample_token,
-    token_logprob,
     uniform,
 )
 from forge.seam import Row, RowOutput, StepOutput, StepPlan
@@ -339,7 +339,7 @@ def check_rounds(outcome: WorldOutcome) -> Counter[str]:
         start = row.end - len(row.drafts)
         state.tokens[start:] = out.tokens
         scores = [
-            token_logprob(model.context_logits(state.tokens[:at]), token, state.params.logprobs)
+            output_logprob(model.context_logits(state.tokens[:at]), token, state.params)
             for at, token in enumerate(out.tokens, start)
             if state.params.logprobs is not None
         ]

@@ -68,6 +68,7 @@ VALID_VALUES: list[tuple[str, Any]] = [
     ("logprobs", None),
     ("logprobs", 0),
     ("logprobs", 20),
+    ("logprob_token_ids", ()),
     ("prompt_logprobs", None),
     ("prompt_logprobs", 0),
     ("prompt_logprobs", 20),
@@ -119,6 +120,9 @@ INVALID_VALUES: list[tuple[str, Any, str]] = [
     ("logprobs", 21, "from 0 to 20"),
     ("prompt_logprobs", -1, "from 0 to 20"),
     ("prompt_logprobs", 21, "from 0 to 20"),
+    ("logprob_token_ids", [-1], "ids from 0"),
+    ("logprob_token_ids", range(129), "at most 128"),
+    ("logprob_token_ids", [5], "the request has no logprobs"),
 ]
 
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
@@ -342,6 +346,12 @@ PARAMS = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
 )
+
+
+def test_listed_ids_are_kept_in_order_and_each_once() -> None:
+    params = SamplingParams(logprobs=0, logprob_token_ids=[7, 5, 7, 6])
+    assert params.logprob_token_ids == (7, 5, 6)
+    assert SamplingParams(logprobs=0, logprob_token_ids=range(128)).logprob_token_ids[-1] == 127
 
 
 @given(PARAMS)

@@ -27,6 +27,7 @@ from forge.sampling import (
     logit_gaps,
     min_p_gap,
     mix,
+    output_logprob,
     probabilities,
     process_logits,
     sample_token,
@@ -737,6 +738,16 @@ def test_the_most_likely_are_listed_in_order_and_ties_by_lower_id() -> None:
     assert chosen.token == 0
     assert [token for token, _ in chosen.top] == [4, 1, 3, 2]
     assert [p for _, p in chosen.top] == pytest.approx(log_weights(5 / 16, 4 / 16, 4 / 16, 2 / 16))
+
+
+def test_listed_ids_have_their_log_probabilities_in_the_order_of_the_list() -> None:
+    params = SamplingParams(logprobs=4, logprob_token_ids=[3, 0])
+    logits = log_weights(1, 4, 2, 4, 5)
+    chosen = output_logprob(logits, 1, params)
+    assert chosen.token == 1 and chosen.logprob == pytest.approx(log(4 / 16))
+    assert [token for token, _ in chosen.top] == [3, 0]
+    assert [p for _, p in chosen.top] == pytest.approx(log_weights(4 / 16, 1 / 16))
+    assert output_logprob(logits, 1, SamplingParams(logprobs=4)) == token_logprob(logits, 1, 4)
 
 
 def test_no_list_is_made_without_a_request_for_one() -> None:

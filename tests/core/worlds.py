@@ -214,6 +214,8 @@ def draw_request(
         "logprobs": maybe(0.1, rng.randint(0, 3), None),
         "prompt_logprobs": maybe(0.1, rng.randint(0, 3), None),
     }
+    if options["logprobs"] == 3:
+        options["logprob_token_ids"] = ids[::-2][:4]
     if text:
         options["stop"] = tuple(
             "".join(rng.choices(ALPHABET, k=rng.randint(1, 3))) for _ in range(rng.randint(0, 2))

@@ -43,7 +43,7 @@ FOREIGN = {
     "LiteLLM": "anthropic/hash hosted_vllm/hash openai/hash text-completion-openai/hash",
     "instructor": "MD_JSON create_iterable",
     "openai-agents": "ModelBehaviorError",
-    "vLLM": "wake_up logprob_token_ids tests/tool_use",
+    "vLLM": "wake_up tests/tool_use",
     "W3C": "tracestate",
     "OpenTelemetry": "OTEL_SERVICE_NAME OTEL_RESOURCE_ATTRIBUTES OTEL_TRACES_SAMPLER "
     "OTEL_EXPORTER_OTLP_HEADERS",

@@ -119,6 +119,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_p": 0.9},
     {"temperature": 1.0, "logprobs": 2},
     {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.5, "logprobs": 1},
+    {"temperature": 0.8, "logprobs": 0, "logprob_token_ids": (99, 7)},
     {"temperature": 0.7, "top_k": 5, "logit_bias": ((98, 2.0),)},
 )
 
@@ -131,7 +132,9 @@ def create_requests(count: int) -> list[Request]:
             number,
             tuple((7 * number + each) % 90 + 30 for each in range(1 + 11 * number % 30)),
             replace(
-                SamplingParams(max_tokens=12 + number % 5, seed=number, **KINDS[number % 5]),
+                SamplingParams(
+                    max_tokens=12 + number % 5, seed=number, **KINDS[number % len(KINDS)]
+                ),
                 structure=pattern if number % 3 else None,
             ),
         )

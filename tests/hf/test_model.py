@@ -23,7 +23,7 @@ from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
 from forge.models.hf.model import HFModel  # noqa: E402
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
 from forge.request import Delta, Request, SamplingParams  # noqa: E402
-from forge.sampling import process_logits, sample_token, token_logprob  # noqa: E402
+from forge.sampling import output_logprob, process_logits, sample_token, token_logprob  # noqa: E402
 from forge.seam import Bind, BlockCopy, Row, StepPlan  # noqa: E402
 from tests.core.worlds import RecordingModel  # noqa: E402
 from tests.hf.families import FAMILIES, create_module, generate_greedy  # noqa: E402
@@ -225,7 +225,7 @@ def sample_reference(module: Any, prompt: list[int], params: SamplingParams, see
         token = sample_token(
             process_logits(logits, params, prompt, output, (EOS,)), params, seed, len(tokens)
         )
-        scores.append(token_logprob(logits, token, params.logprobs or 0))
+        scores.append(output_logprob(logits, token, params))
         tokens.append(token)
     return tokens[len(prompt) :], scores
 
@@ -236,6 +236,8 @@ PARAMS = {
     "penalties": {"temperature": 0.0, "presence_penalty": 0.7, "repetition_penalty": 1.3},
     "bias and minimum": {"temperature": 1.0, "logit_bias": {7: 3.0}, "min_tokens": 20},
     "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(50, 90))},
+    "listed": {"temperature": 1.0, "logprob_token_ids": [9, 3, 70]},
+    "a shorter list": {"temperature": 0.0, "logprob_token_ids": [8], "repetition_penalty": 1.3},
 }
 
 
@@ -243,7 +245,7 @@ PARAMS = {
 def test_every_way_to_sample_is_the_normative_arithmetic_on_the_models_logits(depth: int) -> None:
     """One batch in which every row has different parameters."""
     module = create_module("qwen3", torch.float64)
-    engine = engine_for("qwen3", BatchingVariant(depth, 128, 6, 32))
+    engine = engine_for("qwen3", BatchingVariant(depth, 128, 7, 32))
     requests = [
         Request(
             i,

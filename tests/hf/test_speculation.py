@@ -375,7 +375,8 @@ def some_requests(rng: Random, count: int) -> list[Request]:
             params,
             max_tokens=rng.randint(2, 14),
             min_tokens=min(params.min_tokens, 2),
-            logprobs=rng.choice([None, None, 0, 3]),
+            logprobs=(logprobs := rng.choice([None, None, 0, 3])),
+            logprob_token_ids=(9, 4) if logprobs == 0 else (),
             seed=rng.getrandbits(63),
             ignore_eos=rng.random() < 0.5,
         )
@@ -497,7 +498,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.9},
     "filters": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "logprobs": 2},
     "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
-    "greedy penalties": {"temperature": 0.0, "presence_penalty": 0.9, "logprobs": 0},
+    "greedy penalties": {
+        **{"temperature": 0.0, "presence_penalty": 0.9},
+        **{"logprobs": 0, "logprob_token_ids": [5, 3]},
+    },
 }
 
 

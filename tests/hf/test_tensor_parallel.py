@@ -146,7 +146,10 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "logprobs": 3},
     {"temperature": 1.0, "min_p": 0.1, "n": 2},
     {"temperature": 0.0, "presence_penalty": 0.7, "repetition_penalty": 1.3, "logprobs": 0},
-    {"temperature": 0.9, "frequency_penalty": 0.5, "top_k": 9},
+    {
+        **{"temperature": 0.9, "frequency_penalty": 0.5, "top_k": 9},
+        **{"logprobs": 0, "logprob_token_ids": [300, 2, 150]},
+    },
     {"temperature": 1.0, "logit_bias": {7: 3.0, 300: 2.0}, "min_tokens": 20},
     {"temperature": 1.0, "allowed_token_ids": list(range(140, 170))},
     {"temperature": 0.7, "prompt_logprobs": 2},

@@ -180,7 +180,10 @@ RESPONSES_FIELDS: dict[str, Any] = {
     **SHARED_FIELDS,
 }
 GOOD: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **GENERATION_FIELDS},
+    COMPLETIONS: {
+        **{"prompt": ["ab", "c"], "logprobs": 2, "echo": False, "logprob_token_ids": [5, 98]},
+        **GENERATION_FIELDS,
+    },
     CHAT: {
         "messages": MESSAGES,
         "logprobs": True,

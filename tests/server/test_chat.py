@@ -230,6 +230,28 @@ def test_logprobs_have_an_entry_per_token_with_its_bytes(server: RunningServer) 
             assert top[other["token"]] == other["logprob"]
 
 
+def test_listed_ids_replace_the_most_likely_tokens(server: RunningServer) -> None:
+    """The token itself comes first, and not twice where it is listed."""
+    body = {"max_tokens": 2, "ignore_eos": True, "allowed_token_ids": [98]}
+    body |= {"logprob_token_ids": [99, 97, 99], "return_tokens_as_token_ids": True}
+    (choice,) = post_chat(server, **body, logprobs=True, top_logprobs=5)["choices"]
+    (legacy,) = server.post_completion(prompt=RENDERED, **body, logprobs=0)["choices"]
+    for entry, top in zip(
+        choice["logprobs"]["content"], legacy["logprobs"]["top_logprobs"], strict=True
+    ):
+        others = [(other["token"], other["logprob"]) for other in entry["top_logprobs"]]
+        assert others == list(top.items())
+        assert list(top) == ["token_id:98", "token_id:99", "token_id:97"]
+        assert all(-9999 < each < 0 for each in top.values())
+    listed = {**body, "logprob_token_ids": [97, 98], "logprobs": True}
+    (choice,) = post_chat(server, **listed)["choices"]
+    tokens = [each["token"] for each in choice["logprobs"]["content"][0]["top_logprobs"]]
+    assert tokens == ["token_id:98", "token_id:97"]
+    parts = choice_parts(stream_chat(server, **listed), 0)
+    streamed = [entry for part in parts for entry in (part["logprobs"] or {}).get("content", ())]
+    assert streamed == choice["logprobs"]["content"]
+
+
 def test_logprobs_alone_have_no_alternatives(server: RunningServer) -> None:
     (choice,) = post_chat(server, max_tokens=2, logprobs=True)["choices"]
     assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[], []]
@@ -596,6 +618,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", "invalid_value"),
     ({"top_logprobs": True, "logprobs": True}, "top_logprobs", "invalid_value"),
     ({"top_logprobs": 10**4000, "logprobs": True}, "top_logprobs", "invalid_value"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids", "invalid_value"),
+    (
+        {"logprob_token_ids": [257], "logprobs": True},
+        *("logprob_token_ids", "token_out_of_range"),
+    ),
     ({"add_generation_prompt": 1}, "add_generation_prompt", "invalid_type"),
     ({"continue_final_message": "yes"}, "continue_final_message", "invalid_type"),
     (

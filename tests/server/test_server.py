@@ -745,6 +745,13 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"metadata": {"\ud800": "a"}}, "metadata", "invalid_unicode"),
 ]
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"logprob_token_ids": [257], "logprobs": 0}, "logprob_token_ids", "token_out_of_range"),
+    ({"logprob_token_ids": [1] * 129, "logprobs": 0}, "logprob_token_ids", "too_many_items"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids", "invalid_value"),
+    (
+        {"logprob_token_ids": [5], "logprobs": 0, "echo": True, "max_tokens": 0},
+        *("logprob_token_ids", "invalid_value"),
+    ),
     ({"model": None}, "model", "missing_required_parameter"),
     ({"model": ""}, "model", "missing_required_parameter"),
     ({"prompt": ["a", ""]}, "prompt[1]", "empty_prompt"),

@@ -29,6 +29,7 @@ from forge.models.hf.parallel.best_tokens import BestTokens, create_merge
 from forge.models.hf.parallel.communicator import Communicator
 from forge.models.hf.parallel.sharding import Shard, VocabShard
 from forge.models.hf.sampling.adjusted_chunks import SamplingChunk
+from forge.models.hf.sampling.logprobs import compute_listed_logprobs
 from forge.models.hf.sampling.sampler import (
     Sampler,
     SamplerOutput,
@@ -135,6 +136,13 @@ class ShardedSampler(AgreedSampler):
         if logits_rows is not None:
             logits = logits.index_select(0, logits_rows)
         return super().compute_logprobs(self._gather_all(logits), tokens, num_top)
+
+    def compute_listed_logprobs(
+        self, logits: Tensor, tokens: Tensor, listed: Tensor, logits_rows: Tensor
+    ) -> Tensor:
+        """Return `logprobs.compute_listed_logprobs` of whole rows of the logits."""
+        whole = self._gather_all(logits.index_select(0, logits_rows))
+        return compute_listed_logprobs(whole, tokens, listed)
 
     def adjusted_chunks(
         self,

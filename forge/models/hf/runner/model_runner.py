@@ -25,6 +25,7 @@ from forge.models.hf.buffers import MAX_IN_FLIGHT, HostCopy, InputBuffer, Int32A
 from forge.models.hf.decoders.interface import ALL_TOKENS, Decoder, ForwardContext, TokenSelection
 from forge.models.hf.kv_cache import KVCache
 from forge.models.hf.runner.input_batch import InputBatch
+from forge.models.hf.runner.token_logprobs import ScoredToken, compute_token_logprobs
 from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.sampling.sampler import DraftDistribution, Sampler
 from forge.models.hf.sampling.status import STATUS_NAN
@@ -431,11 +432,12 @@ class ModelRunner:
         scored = [each for each in sampling_rows if rows[each[1]].slot in sampler.logprob_slots]
         if not scored:
             return []
-        num_top = [sampler.slot_bind(rows[i].slot).params.logprobs or 0 for _, i in scored]
-        logits_rows = self.to_device([i for i, _ in scored])
         tokens = self.output_buffer.sampled[0, self.to_device([i for _, i in scored])].long()
-        packed = sampler.compute_logprobs(logits, tokens, max(num_top), logits_rows)
-        return [PendingLogprobs([i for _, i in scored], num_top, HostCopy(packed))]
+        scored_tokens = [
+            ScoredToken(logits_row, i, sampler.slot_bind(rows[i].slot).params)
+            for logits_row, i in scored
+        ]
+        return compute_token_logprobs(sampler, self.to_device, logits, tokens, scored_tokens)
 
     def _sample_adjusted(
         self, logits: torch.Tensor, pairs: Sequence[tuple[int, int]], rows: Sequence[Row]

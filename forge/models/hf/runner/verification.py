@@ -25,6 +25,7 @@ import torch
 from forge.models.hf.buffers import HostCopy, Int32Array
 from forge.models.hf.runner.input_batch import InputBatch
 from forge.models.hf.runner.model_runner import ForwardGraphs, ModelRunner, StepLogits
+from forge.models.hf.runner.token_logprobs import ScoredToken, compute_token_logprobs
 from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.speculation.acceptance import NO_LOGITS_ROWS, AcceptanceEvidence, LogitsRows
 from forge.models.hf.speculation.drafts import DraftTokens
@@ -254,14 +255,16 @@ def _compute_logprobs(
     """
     if not runner.sampler.logprob_slots:
         return []
-    requests: list[tuple[int, int]] = []
+    scored: list[ScoredToken] = []
     for logits_row, slot in enumerate(logits_rows.slots.tolist()):
-        count = runner.sampler.slot_bind(slot).params.logprobs
-        if count is not None and logits_rows.batch_rows[logits_row] not in late_rows:
-            requests += [(logits_row, count)] * (1 + (logits_row in logits_rows.rejection_drafts))
-    if not requests:
+        params = runner.sampler.slot_bind(slot).params
+        batch_row = logits_rows.batch_rows[logits_row]
+        if params.logprobs is not None and batch_row not in late_rows:
+            each = ScoredToken(logits_row, batch_row, params)
+            scored += [each] * (1 + (logits_row in logits_rows.rejection_drafts))
+    if not scored:
         return []
-    request_rows = [logits_row for logits_row, _ in requests]
+    request_rows = [each.logits_row for each in scored]
     request_index = runner.to_device(request_rows)
     tokens = evidence[request_index, 0].long()
     draft_requests = [
@@ -271,12 +274,4 @@ def _compute_logprobs(
         draft_request_index = runner.to_device(draft_requests)
         draft_rows = runner.to_device([request_rows[i] for i in draft_requests])
         tokens.index_copy_(0, draft_request_index, next_tokens[draft_rows])
-    num_top = [count for _, count in requests]
-    packed = runner.sampler.compute_logprobs(logits, tokens, max(num_top), request_index)
-    return [
-        PendingLogprobs(
-            [logits_rows.batch_rows[logits_row] for logits_row in request_rows],
-            num_top,
-            HostCopy(packed),
-        )
-    ]
+    return compute_token_logprobs(runner.sampler, runner.to_device, logits, tokens, scored)

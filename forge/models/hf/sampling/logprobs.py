@@ -1,11 +1,11 @@
-"""Log probabilities of sampled and most likely tokens, computed on the device, read on the host.
+"""Log probabilities of sampled, most likely and listed tokens, from the device to the host.
 
-Owns the packed format of a row: token, its log probability, ids of the top tokens, theirs.
+Owns the packed format of a row: token, its log probability, ids of other tokens, theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ class PendingLogprobs(NamedTuple):
     """Log probabilities on their way to the host, n of them.
 
     batch_rows   [n] row of the batch that each belongs to
-    num_top      [n] most likely tokens that its request returns
-    host_copy    copy of `compute_logprobs`' result
+    num_top      [n] most likely or listed tokens that its request returns
+    host_copy    copy of the result of `compute_logprobs` or `compute_listed_logprobs`
     """
 
     batch_rows: Sequence[int]
@@ -38,22 +38,49 @@ def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     tokens, their log probabilities. NaN where a row's logits are not finite. `read_logprobs`
     unpacks.
     """
+    num_top = min(num_top, logits.shape[1])
+    return _pack_logprobs(logits, tokens, num_top, lambda x, _: stable_topk(x, num_top))
+
+
+def compute_listed_logprobs(logits: Tensor, tokens: Tensor, listed: Tensor) -> Tensor:
+    """Compute log probabilities of listed ids from raw logits, packed as by `compute_logprobs`.
+
+    logits   [n, V]  any float dtype
+    tokens   [n]     the token of each row
+    listed   [n, m]  int64; the ids of each row
+    """
+
+    def choose(x: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        return listed[part], x.gather(1, listed[part])
+
+    return _pack_logprobs(logits, tokens, listed.shape[1], choose)
+
+
+def _pack_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    num_others: int,
+    choose: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Return the packed log probabilities of each row's token and of the others of the row.
+
+    choose   returns ids and logits of the others, each [rows, num_others], for a part of the rows
+    """
     size = logits.shape[1]
-    num_top = min(num_top, size)
-    result = torch.empty(len(logits), 2 + 2 * num_top, dtype=torch.float64, device=logits.device)
+    result = torch.empty(len(logits), 2 + 2 * num_others, dtype=torch.float64, device=logits.device)
     step = max(1, MAX_CHUNK_LOGITS // size)
     for start in range(0, len(logits), step):
-        packed = result[start : start + step]
-        x = logits[start : start + step].double()
-        token_index = tokens[start : start + step].long()[:, None]
+        part = slice(start, start + step)
+        packed, x = result[part], logits[part].double()
+        token_index = tokens[part].long()[:, None]
         top = x.amax(1, keepdim=True)
         total = (x - top).exp_().sum(1, keepdim=True).log_().add_(top)
         packed[:, :1] = token_index
         packed[:, 1:2] = x.gather(1, token_index) - total
-        if num_top:
-            likely, values = stable_topk(x, num_top)
-            packed[:, 2 : 2 + num_top] = likely
-            packed[:, 2 + num_top :] = values - total
+        if num_others:
+            ids, values = choose(x, part)
+            packed[:, 2 : 2 + num_others] = ids
+            packed[:, 2 + num_others :] = values - total
     return result
 
 

@@ -41,7 +41,7 @@ from forge.models.hf.sampling.logit_adjustments import (
     collect_min_tokens,
     round_single,
 )
-from forge.models.hf.sampling.logprobs import compute_logprobs
+from forge.models.hf.sampling.logprobs import compute_listed_logprobs, compute_logprobs
 from forge.models.hf.sampling.penalties import PenaltyState
 from forge.models.hf.sampling.row_adjustments import collect_row_adjustments
 from forge.models.hf.sampling.slot_params import SamplingNumbers, SlotParams, build_slot_params
@@ -354,6 +354,18 @@ class Sampler:
         if logits_rows is not None:
             logits = logits.index_select(0, logits_rows)
         return compute_logprobs(logits, tokens, num_top)
+
+    def compute_listed_logprobs(
+        self, logits: Tensor, tokens: Tensor, listed: Tensor, logits_rows: Tensor
+    ) -> Tensor:
+        """Return `logprobs.compute_listed_logprobs` of rows of the logits.
+
+        logits        [R, V] any float dtype
+        tokens        [n] int64
+        listed        [n, m] int64
+        logits_rows   [n] int64
+        """
+        return compute_listed_logprobs(logits.index_select(0, logits_rows), tokens, listed)
 
     def adjusted_chunks(
         self,

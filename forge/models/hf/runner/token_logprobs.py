@@ -1,0 +1,94 @@
+"""The log probabilities that come with the tokens of a step, of requests that list ids and others.
+
+Owns which rows go together. Knows no batch and no request.
+
+    rows with top logprobs         one call of the kernel, as many as the most that a row has
+    rows with logprob_token_ids    a gather from their logits, in plain torch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from forge.models.hf.buffers import HostCopy
+from forge.models.hf.sampling.logprobs import PendingLogprobs
+from forge.models.hf.sampling.sampler import Sampler
+from forge.request import SamplingParams
+
+
+class ScoredToken(NamedTuple):
+    """A token whose log probability its request returns.
+
+    logits_row   row of the logits that it was sampled from
+    batch_row    row of the batch that it belongs to
+    params       parameters of its request
+    """
+
+    logits_row: int
+    batch_row: int
+    params: SamplingParams
+
+
+def compute_token_logprobs(
+    sampler: Sampler,
+    to_device: Callable[[Sequence[int]], Tensor],
+    logits: Tensor,
+    tokens: Tensor,
+    scored: Sequence[ScoredToken],
+) -> list[PendingLogprobs]:
+    """Compute the log probabilities of n tokens, and start the copies to the host.
+
+    to_device   returns integers as an int64 tensor on the sampler's device
+    logits      [R, V] any float dtype
+    tokens      [n] int64
+    scored      n of them
+
+    The tokens of one row of the batch keep their order. None are returned for n = 0.
+    """
+    listing = [index for index, each in enumerate(scored) if each.params.logprob_token_ids]
+    if not listing:
+        return _score_likely(sampler, to_device, logits, tokens, scored) if scored else []
+    others = [index for index, each in enumerate(scored) if not each.params.logprob_token_ids]
+    chosen = [scored[index] for index in listing]
+    pending = [_score_listed(sampler, to_device, logits, tokens[to_device(listing)], chosen)]
+    if others:
+        chosen = [scored[index] for index in others]
+        pending += _score_likely(sampler, to_device, logits, tokens[to_device(others)], chosen)
+    return pending
+
+
+def _score_likely(
+    sampler: Sampler,
+    to_device: Callable[[Sequence[int]], Tensor],
+    logits: Tensor,
+    tokens: Tensor,
+    scored: Sequence[ScoredToken],
+) -> list[PendingLogprobs]:
+    num_top = [each.params.logprobs or 0 for each in scored]
+    logits_rows = to_device([each.logits_row for each in scored])
+    packed = sampler.compute_logprobs(logits, tokens, max(num_top), logits_rows)
+    return [PendingLogprobs([each.batch_row for each in scored], num_top, HostCopy(packed))]
+
+
+def _score_listed(
+    sampler: Sampler,
+    to_device: Callable[[Sequence[int]], Tensor],
+    logits: Tensor,
+    tokens: Tensor,
+    scored: Sequence[ScoredToken],
+) -> PendingLogprobs:
+    lists = [each.params.logprob_token_ids for each in scored]
+    num_listed = [len(ids) for ids in lists]
+    width = max(num_listed)
+    # A shorter list is padded with an id; `num_listed` cuts it off again.
+    padded = [token for ids in lists for token in (*ids, *ids[:1] * (width - len(ids)))]
+    packed = sampler.compute_listed_logprobs(
+        logits,
+        tokens,
+        to_device(padded).view(-1, width),
+        to_device([each.logits_row for each in scored]),
+    )
+    return PendingLogprobs([each.batch_row for each in scored], num_listed, HostCopy(packed))
