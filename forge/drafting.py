@@ -467,6 +467,7 @@ class ModelDrafter:
             logprob_token_ids=(),
             prompt_logprobs=None,
             structure=None,
+            thinking_budget=None,
             stop=(),
         )
         history = tuple(sequence.tokens[:start]) if params.has_penalties else ()

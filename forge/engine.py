@@ -81,7 +81,7 @@ class Engine:
         self.num_steps = 0
         self.kv_event_sink = kv_events
         self._kv_event_log = None if kv_events is None else KVEventLog(config.block_size)
-        self._matchers = Matchers(lambda: self.grammar_backend)
+        self._matchers = Matchers(lambda: self.grammar_backend, tokenizer, model.vocab_size())
         self.scheduler = Scheduler(
             config,
             model.vocab_size(),
@@ -403,7 +403,7 @@ class Engine:
                 self._in_flight.launch(plan, self.model)
             if self._in_flight and (plan is None or len(self._in_flight) >= self.config.depth):
                 ready = self._in_flight.take_oldest()
-                self._matchers.advance(*ready, self.scheduler.sequences, self.model.vocab_size())
+                self._matchers.advance(*ready, self.scheduler.sequences)
         except BaseException as error:  # also Ctrl-C: ledger and queue must agree
             self._in_flight.replace(())
             self.num_steps += 1

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from forge.config import MAX_GEOMETRY, EngineConfig
 from forge.errors import InvalidConfig, InvalidRequest
-from forge.request import Request
+from forge.request import Request, ThinkingBudget
 from forge.seam import Model, executes_moves, samples_late_rows
 from forge.tokenizer import Tokenizer
 from forge.weights import Sleeps, UpdatesWeights
@@ -54,12 +54,31 @@ def check_request(
         raise InvalidRequest(
             "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"
         )
-    if params.structure is not None and config.depth > 1 and not samples_late_rows(model):
+    if params.thinking_budget is not None:
+        _check_thinking_budget(params.thinking_budget, vocab_size, tokenizer)
+    if params.has_masks and config.depth > 1 and not samples_late_rows(model):
         raise InvalidRequest(
-            "structure",
+            "thinking_budget" if params.structure is None else "structure",
             f"this model does not sample late rows (StepPlan.late_rows), which come with "
             f"{config.depth} plans in flight",
             "Give the model samples_late_rows(), or start with depth 1",
+        )
+
+
+def _check_thinking_budget(
+    budget: ThinkingBudget, vocab_size: int, tokenizer: Tokenizer | None
+) -> None:
+    """Raise InvalidRequest for forced tokens that do not end the reasoning."""
+    field = "thinking_budget"
+    _check_ids(field, budget.end_ids, vocab_size)
+    if tokenizer is None:
+        raise InvalidRequest(field, "this engine has no tokenizer", "Give one, or leave it out")
+    text = b"".join(map(tokenizer.token_bytes, budget.end_ids))
+    if not text.endswith(budget.reasoning.end.encode()):
+        raise InvalidRequest(
+            field,
+            f"the text of end_ids does not end with {budget.reasoning.end!r}",
+            "Give the tokens of a text that does",
         )
 
 

@@ -43,6 +43,7 @@ from forge.request import (
     Request,
     SamplingParams,
     Structure,
+    ThinkingBudget,
 )
 from forge.seam import RowOutput, StepOutput, StepPlan, Verified
 from forge.sessions import SessionKey
@@ -299,6 +300,8 @@ def encode_request(request: Request) -> Entry:
             params[each.name] = value
     if request.params.structure is not None:
         params["structure"] = request.params.structure.encode()
+    if request.params.thinking_budget is not None:
+        params["thinking_budget"] = request.params.thinking_budget.encode()
     entry: Entry = {"id": request.id, "prompt": list(request.prompt), "params": params}
     names = ("priority", "cache_salt", "arrival_s", "tenant", "session_id", "session_end")
     for name in (*names, "external_id"):
@@ -315,6 +318,8 @@ def parse_request(entry: Entry) -> Request:
     params = dict(values.pop("params"))
     if "structure" in params:
         params["structure"] = Structure.decode(params["structure"])
+    if "thinking_budget" in params:
+        params["thinking_budget"] = ThinkingBudget.decode(params["thinking_budget"])
     names = ("logit_bias", "allowed_token_ids", "stop", "stop_token_ids", "logprob_token_ids")
     for name in names:
         if name in params:

@@ -67,6 +67,17 @@ class _RecordedChecker:
         return [b""] * self._replay.num_allowed_drafts.get(self._replay.sequence_of[self._key], 0)
 
 
+class _RecordedBudget(_RecordedChecker):
+    """The matcher of an output with a budget of reasoning alone: it completes no output."""
+
+    def feed(self, token: int) -> bool:
+        """Return False. Raises the recorded exception."""
+        ending = self._replay.endings.get(self._key)
+        if ending is not None and ending[1] is not None:
+            return super().feed(token)
+        return False
+
+
 class ReplayRun:
     """The scheduler, and the facts of the current line besides tokens.
 
@@ -100,8 +111,10 @@ class ReplayRun:
         return _RecordedChecker(self, self._request_id, self._choice, STOP_ERROR_PREFIX)
 
     def _create_matcher(self, params: SamplingParams) -> _RecordedChecker | None:
-        if params.structure is None:
+        if not params.has_masks:
             return None
+        if params.structure is None:
+            return _RecordedBudget(self, self._request_id, self._choice, STRUCTURE_ERROR_PREFIX)
         return _RecordedChecker(self, self._request_id, self._choice, STRUCTURE_ERROR_PREFIX)
 
     def apply(self, entry: Entry) -> str | None:

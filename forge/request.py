@@ -202,6 +202,29 @@ class Structure(NamedTuple):
         return cls(StructureKind(kind), cast(str, text), reasoning)
 
 
+class ThinkingBudget(NamedTuple):
+    """Most tokens of the reasoning of an output, and how it is ended there.
+
+    num_tokens   tokens between the markers, from 0
+    reasoning    markers between which they are
+    end_ids      tokens that are forced after them. Their text ends with the end marker
+    """
+
+    num_tokens: int
+    reasoning: Reasoning
+    end_ids: tuple[int, ...]
+
+    def encode(self) -> list[object]:
+        """Return the budget as a JSON value."""
+        return [self.num_tokens, list(self.reasoning), list(self.end_ids)]
+
+    @classmethod
+    def decode(cls, values: Sequence[Any]) -> Self:
+        """Return the budget of the JSON value that `encode` made of it."""
+        num_tokens, markers, end_ids = values
+        return cls(num_tokens, Reasoning(*markers), tuple(end_ids))
+
+
 def num_properties(schema: object) -> int:
     """Return how many properties all objects of the schema have. Not recursive: it may be deep."""
     count, stack = 0, [schema]
@@ -216,12 +239,12 @@ def num_properties(schema: object) -> int:
     return count
 
 
-def _check_reasoning(reasoning: object) -> None:
+def _check_reasoning(field: str, reasoning: object) -> None:
     if not isinstance(reasoning, Reasoning) or not all(isinstance(each, str) for each in reasoning):
-        raise _invalid_value("structure", reasoning, "a forge.Reasoning", "Give two markers")
+        raise _invalid_value(field, reasoning, "a forge.Reasoning", "Give two markers")
     if not reasoning.end or max(map(len, reasoning)) > MAX_MARKER_CHARS:
         raise _invalid_value(
-            "structure",
+            field,
             reasoning.end,
             f"a marker of 1 to {MAX_MARKER_CHARS} characters",
             "Give the text that ends the reasoning",
@@ -237,7 +260,7 @@ def _check_structure(structure: object) -> None:
     if not isinstance(kind, StructureKind) or not isinstance(text, str):
         raise _invalid_value("structure", text, "the text of a structure", "Give a string")
     if reasoning is not None:
-        _check_reasoning(reasoning)
+        _check_reasoning("structure", reasoning)
     max_chars = MAX_PATTERN_CHARS if kind is StructureKind.REGEX else MAX_STRUCTURE_CHARS
     if len(text) > max_chars:
         raise InvalidRequest(
@@ -245,6 +268,24 @@ def _check_structure(structure: object) -> None:
             f"the {kind.value} has {len(text)} characters, at most {max_chars}",
             "Simplify it",
             f"invalid_{kind.value}",
+        )
+
+
+def _check_thinking_budget(budget: object, structure: Structure | None) -> None:
+    field = "thinking_budget"
+    if not isinstance(budget, ThinkingBudget):
+        raise _invalid_value(field, budget, "a forge.ThinkingBudget", "Give one")
+    _check_int(field, budget.num_tokens, 0, 2**31 - 1)
+    _check_reasoning(field, budget.reasoning)
+    if type(budget.end_ids) is not tuple or not _parse_token_ids(field, budget.end_ids):
+        raise _invalid_value(
+            field, budget.end_ids, "a tuple with one id or more", "Give the tokens of the end"
+        )
+    if structure is not None and structure.reasoning != budget.reasoning:
+        raise InvalidRequest(
+            field,
+            "the structure has no reasoning with these markers before it",
+            "Give the structure the same reasoning",
         )
 
 
@@ -273,6 +314,7 @@ class SamplingParams:
     structure            the output is of this shape and ends with it; None: any
     logprob_token_ids    with `logprobs`: each token comes with the log probabilities of these ids,
                          in this order and each once, in place of the most likely ones
+    thinking_budget      most tokens of the output's reasoning, after which its end is forced
 
     Raises InvalidRequest naming the field. Order of arithmetic: forge.sampling.
     """
@@ -297,6 +339,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structure: Structure | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    thinking_budget: ThinkingBudget | None = None
 
     if TYPE_CHECKING:
         # The constructor takes more types than the fields have: `__post_init__` makes them tuples.
@@ -322,6 +365,7 @@ class SamplingParams:
             prompt_logprobs: int | None = None,
             structure: Structure | None = None,
             logprob_token_ids: Iterable[int] = (),
+            thinking_budget: ThinkingBudget | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -376,6 +420,14 @@ class SamplingParams:
                 raise InvalidRequest(
                     "allowed_token_ids", "the output has a structure as well", "Give one of them"
                 )
+        if self.thinking_budget is not None:
+            _check_thinking_budget(self.thinking_budget, self.structure)
+            if self.allowed_token_ids is not None:
+                raise InvalidRequest(
+                    "allowed_token_ids",
+                    "the reasoning has a budget as well, which forces its end",
+                    "Give one of them",
+                )
 
     def __repr__(self) -> str:
         """Return a text that builds an equal value. Fields at their default are left out."""
@@ -383,6 +435,11 @@ class SamplingParams:
         return (
             f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
         )
+
+    @property
+    def has_masks(self) -> bool:
+        """True where a matcher says which tokens may come next."""
+        return self.structure is not None or self.thinking_budget is not None
 
     @property
     def greedy(self) -> bool:

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from forge.errors import InvalidConfig, InvalidRequest
+from forge.reasoning_counter import ReasoningCounter
 from forge.request import Reasoning, Structure
 from forge.server.harmony import COUNTED_ENDS, HarmonyParser
 from forge.server.output_parser import OutputParser
 from forge.server.reasoning import (
     HARMONY,
     REASONING_FORMATS,
-    ReasoningCounter,
     ReasoningFormat,
     ReasoningParser,
     find_reasoning,

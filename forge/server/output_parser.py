@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forge.reasoning_counter import ReasoningCounter
 from forge.server.output_events import CallParser, OutputEvent, TextPiece, merge_events
-from forge.server.reasoning import ReasoningCounter, ReasoningParser
+from forge.server.reasoning import ReasoningParser
 
 
 class OutputParser:

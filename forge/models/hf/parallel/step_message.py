@@ -30,7 +30,7 @@ from forge.models.hf.buffers import Int32Array
 from forge.models.hf.runner.batch_step import BatchStep
 from forge.models.hf.runner.input_batch import InputBatch
 from forge.ranks.message_kind import DRAFT_STEP, LATE_MASKS
-from forge.request import SamplingParams, Structure
+from forge.request import SamplingParams, Structure, ThinkingBudget
 from forge.seam import (
     Bind,
     BlockCopy,
@@ -155,6 +155,8 @@ def _encode_bind(slot: int, bind: Bind) -> list[Any]:
     structure = bind.params.structure
     if structure is not None:
         params["structure"] = structure.encode()
+    if bind.params.thinking_budget is not None:
+        params["thinking_budget"] = bind.params.thinking_budget.encode()
     numbers = (bind.seed, bind.prompt_len, bind.end_ids, len(bind.history))
     return [slot, params, *numbers, bind.acceptance, bind.proposes]
 
@@ -217,6 +219,8 @@ def _decode_binds(text: bytes, histories: Int32Array) -> list[tuple[int, Bind]]:
     for slot, params, seed, prompt_len, end_ids, count, *rest in json.loads(text):
         if "structure" in params:
             params["structure"] = Structure.decode(params["structure"])
+        if "thinking_budget" in params:
+            params["thinking_budget"] = ThinkingBudget.decode(params["thinking_budget"])
         history = tuple(histories[first : first + count].tolist())
         first += count
         bind = Bind(SamplingParams(**params), seed, prompt_len, tuple(end_ids), history, *rest)

@@ -95,7 +95,7 @@ def build_slot_params(bind: Bind, vocab_size: int) -> SlotParams:
     keeps_distribution = bind.proposes and bind.uses_rejection
     is_adjusted = bool(
         params.allowed_token_ids is not None
-        or params.structure is not None
+        or params.has_masks
         or params.logit_bias
         or params.has_penalties
     )
