@@ -147,6 +147,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
             allowed_hosts=settings.values["allowed_hosts"],
             metrics_compat=settings.values["metrics_compat"],
             reasoning_parser=settings.values["reasoning_parser"],
+            reasoning_config=settings.values["reasoning_config"],
             tool_call_parser=settings.values["tool_call_parser"],
             request_defaults=RequestDefaults(
                 *(settings.values[name] for name in RequestDefaults._fields)

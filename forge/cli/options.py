@@ -130,6 +130,14 @@ SERVER_OPTIONS = (
         "NAME",
     )._replace(default_text="the chat template's"),
     define_option(
+        "reasoning_config",
+        str,
+        None,
+        "text that ends a reasoning whose budget is spent, with the end marker at its end: "
+        '{"reasoning_end_str": "Time is up.</think>"}, say',
+        "JSON",
+    )._replace(default_text="the end marker alone"),
+    define_option(
         "tool_call_parser",
         str,
         None,

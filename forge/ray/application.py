@@ -50,6 +50,7 @@ class Replica(EngineReplica):
             settings.limits,
             values["reasoning_parser"],
             values["tool_call_parser"],
+            values["reasoning_config"],
         )
 
 

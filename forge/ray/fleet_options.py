@@ -84,7 +84,10 @@ class FleetOptions:
 FLEET_OPTIONS = options_from_dataclass(
     FleetOptions, [name for name in FleetOptions.__slots__ if not name.startswith("_")]
 )
-_REPLICA_NAMES = ("api_key", "served_model_name", "reasoning_parser", "tool_call_parser")
+_REPLICA_NAMES = (
+    *("api_key", "served_model_name", "reasoning_parser", "tool_call_parser"),
+    "reasoning_config",
+)
 REPLICA_SERVER_OPTIONS = tuple(each for each in SERVER_OPTIONS if each.name in _REPLICA_NAMES)
 OPTIONS = (
     MODEL_OPTION,

@@ -46,6 +46,7 @@ class EngineReplica:
         limits: Limits = DEFAULT_LIMITS,
         reasoning_parser: str | None = None,
         tool_call_parser: str | None = None,
+        reasoning_config: str | None = None,
     ) -> None:
         self.name = name
         self.llm = AsyncLLM.spawn(model, policy=policy, **options)
@@ -58,6 +59,7 @@ class EngineReplica:
             limits=limits,
             reasoning_parser=reasoning_parser,
             tool_call_parser=tool_call_parser,
+            reasoning_config=reasoning_config,
         )
 
     def close(self) -> None:

@@ -97,6 +97,7 @@ def create_app(
     limits: Limits = DEFAULT_LIMITS,
     metrics_compat: str | None = None,
     reasoning_parser: str | None = None,
+    reasoning_config: str | None = None,
     tool_call_parser: str | None = None,
     request_defaults: RequestDefaults = NO_DEFAULTS,
     root_path: str = "",
@@ -113,6 +114,7 @@ def create_app(
     limits              bounds on requests; the HTTP server applies those on connections
     metrics_compat      vllm: /metrics has vLLM's names too
     reasoning_parser    name of the format of reasoning; default: the chat template's
+    reasoning_config    JSON of the text that ends a reasoning whose budget is spent
     tool_call_parser    name of the format of tool calls; default: the chat template's
     request_defaults    fields that the server sets in requests
     root_path           path before that of every route, which a proxy adds; routes are found with
@@ -124,12 +126,12 @@ def create_app(
     weights_socket      receives updates of weights from trainers, and is closed at the shutdown;
                         None: there is none
 
-    Raises InvalidConfig for an unknown name of a format.
+    Raises InvalidConfig for an unknown name of a format, and for a wrong reasoning_config.
     """
     served_model = ServedModel(served_model_name or llm.model)
     check_root_path(root_path)
     queue, tenants = AdmissionQueue(llm, limits), Tenants(api_keys)
-    formats = find_chat_formats(llm.tokenizer, reasoning_parser, tool_call_parser)
+    formats = find_chat_formats(llm.tokenizer, reasoning_parser, tool_call_parser, reasoning_config)
     endpoints = InferenceEndpoints(queue, served_model, formats, request_defaults)
     metrics = MetricsEndpoint(llm, model=served_model.name, compat=metrics_compat, traces=traces)
 

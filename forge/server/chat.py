@@ -45,6 +45,7 @@ from forge.server.completions import (
     weights_text,
 )
 from forge.server.errors import excerpt
+from forge.server.field_names import FieldNames
 from forge.server.legacy_logprobs import MIN_LOGPROB
 from forge.server.messages import REASONING_KEYS, parse_messages
 from forge.server.prompt_logprobs import build_prompt_logprobs
@@ -93,6 +94,8 @@ RESERVED_VARIABLES = frozenset(
 )
 """Names that the server or the renderer sets for a template: a client may not set them."""
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+NO_THINKING_LIMIT = -1
+MAX_THINKING_TOKENS = 2**31 - 1
 _VARIABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -119,6 +122,7 @@ class ChatRequest(StreamingRequest):
     chat_template_kwargs: TemplateVariablesField = None
     reasoning_effort: ShortTextField = None
     include_reasoning: BooleanField = None
+    thinking_token_budget: IntegerField = None
     # Accepted without effect.
     prediction: Annotated[dict[str, Any] | None, Field(description="an object")] = None
     prompt_cache_retention: ShortTextField = None
@@ -158,6 +162,20 @@ class ChatRequest(StreamingRequest):
                 "top_logprobs", "logprobs is not true", "Set it, or leave this out"
             )
         return count if self.logprobs else None
+
+    @property
+    def max_thinking_tokens(self) -> int | None:
+        """Most tokens of the reasoning; None: no limit. Raises InvalidRequest."""
+        budget = self.thinking_token_budget
+        if budget is None or budget == NO_THINKING_LIMIT:
+            return None
+        if not 0 <= budget <= MAX_THINKING_TOKENS:
+            raise InvalidRequest(
+                "thinking_token_budget",
+                f"{excerpt(str(budget))} is not an integer from -1 to {MAX_THINKING_TOKENS}",
+                "Give a value in range; -1 is no limit",
+            )
+        return budget
 
     @property
     def chat_end(self) -> ChatEnd:
@@ -259,7 +277,8 @@ async def build_request(
 ) -> Request:
     """Return a request that the engine can serve. Raises InvalidRequest or APIError."""
     queue.check_capacity(1)  # before the costly part
-    with _relabel_max_tokens_error(request_body):
+    names = FieldNames({"thinking_budget": "thinking_token_budget"})
+    with names.rename_errors(), _relabel_max_tokens_error(request_body):
         # A template is a program, and texts may be long: a thread keeps the event loop free.
         params, prompt_ids = await asyncio.to_thread(
             _read_params_and_prompt, request_body, queue.llm.tokenizer, formats
@@ -286,12 +305,16 @@ def _read_params_and_prompt(
 ) -> tuple[SamplingParams, list[int]]:
     """Return the sampling parameters and the prompt. Raises InvalidRequest. May be slow."""
     params, tools = request_body.sampling_params(), request_body.callable_tools
-    prompt = request_body.render_prompt(tokenizer)
-    if tools is None and params.structure is None:
+    max_thinking_tokens = request_body.max_thinking_tokens
+    prompt, structure, budget = request_body.render_prompt(tokenizer), None, None
+    if max_thinking_tokens is not None:
+        budget = formats.thinking_budget_of(max_thinking_tokens, prompt, tokenizer)
+    if tools is not None or params.structure is not None:
+        structure = formats.structure_of(request_body.named_structure, tools, prompt, tokenizer)
+    if structure is None and budget is None:
         return params, prompt
-    structure = formats.structure_of(request_body.named_structure, tools, prompt, tokenizer)
     with _relabel_structure_error("tools"):
-        return replace(params, structure=structure), prompt
+        return replace(params, structure=structure, thinking_budget=budget), prompt
 
 
 async def _check_parts(queue: AdmissionQueue, request_body: ChatRequest, tools: ToolSet) -> None:

@@ -3,6 +3,7 @@
 Owns the choice of the formats: by the names of two options, or from the chat template. Knows no
 request of HTTP.
 
+    --reasoning-config JSON    ──► the text that ends a reasoning whose budget is spent
     --reasoning-parser NAME    ──► REASONING_FORMATS ─┐
     --tool-call-parser NAME    ──► FORMATS ───────────┴─► ChatFormats ──► OutputParser of a choice
     neither: the chat template ──► the format whose marks it contains
@@ -15,7 +16,8 @@ from typing import NamedTuple, TypeVar
 
 from forge.errors import InvalidConfig, InvalidRequest
 from forge.reasoning_counter import ReasoningCounter
-from forge.request import Reasoning, Structure
+from forge.request import Reasoning, Structure, ThinkingBudget
+from forge.server.forced_end import find_end_ids
 from forge.server.harmony import COUNTED_ENDS, HarmonyParser
 from forge.server.output_parser import OutputParser
 from forge.server.reasoning import (
@@ -25,6 +27,7 @@ from forge.server.reasoning import (
     ReasoningParser,
     find_reasoning,
     find_reasoning_format,
+    num_open_tokens,
 )
 from forge.server.response_format import NamedStructure
 from forge.server.tool_formats import FORMATS, HERMES, CallFormat, HarmonyFormat, find_format
@@ -44,11 +47,13 @@ class ChatFormats(NamedTuple):
     reasoning      None: answers have no reasoning
     calls          None: answers have no calls
     call_problem   why there is no format of calls
+    end_ids        tokens that end a reasoning whose budget is spent; (): none can be ended
     """
 
     reasoning: ReasoningFormat | None
     calls: CallFormat | None
     call_problem: str
+    end_ids: tuple[int, ...] = ()
 
     @property
     def call_format(self) -> CallFormat:
@@ -67,6 +72,28 @@ class ChatFormats(NamedTuple):
     def find_reasoning(self, prompt: Sequence[int], tokenizer: Tokenizer) -> Reasoning | None:
         """Return the reasoning that an answer to this prompt may have; None where it has none."""
         return find_reasoning(self.reasoning, prompt, tokenizer)
+
+    def thinking_budget_of(
+        self, num_tokens: int, prompt: Sequence[int], tokenizer: Tokenizer
+    ) -> ThinkingBudget | None:
+        """Return the budget of an answer to this prompt; None where it has no reasoning.
+
+        num_tokens   tokens after the begin marker, those of the prompt included
+
+        Raises InvalidRequest where the model's reasoning cannot be ended.
+        """
+        if self.reasoning is None or not self.end_ids:
+            raise InvalidRequest(
+                "thinking_token_budget",
+                "the reasoning of this model's answers cannot be ended",
+                "Leave it out, or start the server with --reasoning-parser",
+                "unsupported_parameter",
+            )
+        reasoning = self.find_reasoning(prompt, tokenizer)
+        if reasoning is None:
+            return None
+        num_open = num_open_tokens(reasoning, self.reasoning.begin, prompt, tokenizer)
+        return ThinkingBudget(max(0, num_tokens - num_open), reasoning, self.end_ids)
 
     def structure_of(
         self,
@@ -120,11 +147,14 @@ class ChatFormats(NamedTuple):
 
 
 def find_chat_formats(
-    tokenizer: Tokenizer, reasoning_parser: str | None = None, tool_call_parser: str | None = None
+    tokenizer: Tokenizer,
+    reasoning_parser: str | None = None,
+    tool_call_parser: str | None = None,
+    reasoning_config: str | None = None,
 ) -> ChatFormats:
     """Return the formats of a model: those of these names, else those that its template shows.
 
-    Raises InvalidConfig for an unknown name.
+    Raises InvalidConfig for an unknown name, and for a reasoning_config that does not fit.
     """
     template = tokenizer.chat_template or ""
     if reasoning_parser is None:
@@ -138,7 +168,8 @@ def find_chat_formats(
         calls, problem = find_format(template), "the format of the model's calls is not known here"
     if tool_call_parser is not None:
         calls = _format_of_name("tool_call_parser", tool_call_parser, FORMATS)
-    return ChatFormats(reasoning, calls, problem)
+    end_ids = find_end_ids(tokenizer, reasoning, reasoning_config)
+    return ChatFormats(reasoning, calls, problem, end_ids)
 
 
 def _format_of_name(option: str, name: str, formats: Mapping[str, FormatT]) -> FormatT | None:

@@ -80,6 +80,26 @@ def find_reasoning(
     return Reasoning("" if tail.endswith(begin) else begin, end)
 
 
+def num_open_tokens(
+    reasoning: Reasoning, begin: str, prompt: Sequence[int], tokenizer: Tokenizer
+) -> int:
+    """Return how many tokens at the end of the prompt belong to the answer's reasoning.
+
+    They follow the begin marker of the format, where the template has written it.
+    """
+    if reasoning.begin or not begin:
+        return 0
+    pieces = [tokenizer.token_bytes(token) for token in prompt[-PROMPT_TAIL_TOKENS:]]
+    num_bytes = len(b"".join(pieces).rpartition(begin.encode())[2])
+    count = 0
+    for piece in reversed(pieces):
+        num_bytes -= len(piece)
+        if num_bytes < 0:
+            break
+        count += 1
+    return count
+
+
 class ReasoningParser:
     """Separates an answer's reasoning from its content while the answer grows.
 

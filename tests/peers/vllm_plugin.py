@@ -64,6 +64,7 @@ SAME_OPTIONS = {
     "--max-model-len",
     "--max-num-batched-tokens",
     "--max-num-seqs",
+    "--reasoning-config",
     "--reasoning-parser",
     "--root-path",
     "--seed",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig
+from forge.reasoning_counter import ReasoningCounter
 from forge.request import Reasoning
 from forge.server.chat import ChatRequest, effort_variables
 from forge.server.chat_formats import find_chat_formats
@@ -22,7 +23,6 @@ from forge.server.reasoning import (
     HARMONY,
     REASONING_FORMATS,
     THINK,
-    ReasoningCounter,
     ReasoningParser,
     find_reasoning,
     find_reasoning_format,

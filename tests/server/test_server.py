@@ -101,6 +101,7 @@ def open_server(
     prepare: Callable[[AsyncLLM], None] = lambda llm: None,
     clock: ManualClockLoop | None = None,
     reasoning_parser: str | None = None,
+    reasoning_config: str | None = None,
     tool_call_parser: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
     **options: Any,
@@ -120,6 +121,7 @@ def open_server(
             served_model_name="hash",
             api_keys=api_keys,
             reasoning_parser=reasoning_parser,
+            reasoning_config=reasoning_config,
             tool_call_parser=tool_call_parser,
             limits=limits,
         )

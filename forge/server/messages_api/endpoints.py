@@ -64,6 +64,8 @@ class MessagesEndpoints:
         queue.check_capacity(1)  # before the costly part
         # Texts may be long: a thread keeps the event loop free.
         chat_body, names = await asyncio.to_thread(request_body.translate)
+        if not self._formats.end_ids:  # clients send a budget to any model
+            chat_body = chat_body.model_copy(update={"thinking_token_budget": None})
         with names.rename_errors():
             engine_request = await chat.build_request(queue, chat_body, head, self._formats)
         output = MessageOutput(

@@ -41,7 +41,7 @@ THINKING_KEYS = {
     "disabled": {"type"},
     "enabled": {"type", "budget_tokens", "display"},
 }
-"""Type of thinking -> its keys, of which only the type has an effect."""
+"""Type of thinking -> its keys. `display` has no effect."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Type of a choice -> tool_choice of a chat; `tool` names one."""
 
@@ -72,6 +72,7 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
     "structure": "output_config.format",
 }
 
@@ -127,7 +128,9 @@ class MessagesRequest(ChatFields):
             "reasoning_effort": EFFORTS.get((self.output_config or {}).get("effort") or ""),
             **self._chat_tool_choice(tools),
         }
-        if not self._allows_thinking():
+        if self._allows_thinking():
+            fields["thinking_token_budget"] = (self.thinking or {}).get("budget_tokens")
+        else:
             fields["chat_template_kwargs"] = NO_THINKING | (self.chat_template_kwargs or {})
         if builder.ends_with_text:
             fields["continue_final_message"] = True
@@ -151,8 +154,9 @@ class MessagesRequest(ChatFields):
                 "thinking.type", f"it is not one of {', '.join(THINKING_KEYS)}"
             )
         check_keys("thinking", thinking, THINKING_KEYS[kind])
-        if type(thinking.get("budget_tokens", 1)) is not int:
-            raise invalid_field_error("thinking.budget_tokens", "it is not an integer")
+        budget = thinking.get("budget_tokens", 1)
+        if type(budget) is not int or budget < 1:
+            raise invalid_field_error("thinking.budget_tokens", "it is not an integer from 1")
         if thinking.get("display") not in (None, "summarized", "omitted"):
             raise invalid_field_error("thinking.display", "it is neither summarized nor omitted")
         return kind != "disabled"

@@ -110,6 +110,7 @@ class ResponsesRequest(ChatFields):
     reasoning: ObjectField = None
     include: IncludeField = None
     stream_options: ObjectField = None
+    thinking_token_budget: IntegerField = None
     metadata: MetadataField = None
     # Accepted without effect.
     client_metadata: MetadataField = None
@@ -136,6 +137,7 @@ class ResponsesRequest(ChatFields):
             "tools": tools,
             "response_format": self._response_format(),
             "reasoning_effort": (self.reasoning or {}).get("effort"),
+            "thinking_token_budget": self.thinking_token_budget,
             **(self._chat_tool_choice(names) if tools else self._check_no_tool_choice()),
         }
         return build_chat(self, fields, names)

@@ -1,0 +1,93 @@
+"""The text that ends a reasoning whose budget is spent: from the options, as tokens.
+
+Owns --reasoning-config, whose keys are vLLM's. Knows no request.
+
+    {"reasoning_end_str": "Time is up.</think>"} ──► text ──► ids, special tokens by their names
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from forge.errors import InvalidConfig
+from forge.request import MAX_LISTED_IDS
+from forge.server.reasoning import HARMONY, ReasoningFormat
+from forge.tokenizer import Tokenizer
+
+START_KEY, END_KEY = "reasoning_start_str", "reasoning_end_str"
+OPTION = "reasoning_config"
+
+
+def find_end_ids(
+    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, config: str | None
+) -> tuple[int, ...]:
+    """Return the tokens that end a reasoning; () where none can be ended.
+
+    config   JSON of the option; None: the end marker alone is forced
+
+    Raises InvalidConfig for an option that does not fit the format. Answers in channels, those of
+    gpt-oss, have no end that fits at every place of their reasoning.
+    """
+    keys = {} if config is None else _parse_config(config)
+    if reasoning is None or reasoning is HARMONY:
+        if keys:
+            raise InvalidConfig(
+                OPTION,
+                "the reasoning of this model's answers has no end that can be forced",
+                "Leave it out, or give --reasoning-parser",
+            )
+        return ()
+    start, text = keys.get(START_KEY) or reasoning.begin, keys.get(END_KEY) or reasoning.end
+    if start != reasoning.begin:
+        raise InvalidConfig(
+            OPTION,
+            f"{START_KEY} is not {reasoning.begin!r}, with which the model's format begins",
+            "Leave it out, or give another --reasoning-parser",
+        )
+    if text.find(reasoning.end) != len(text) - len(reasoning.end):
+        raise InvalidConfig(
+            OPTION,
+            f"{END_KEY} does not end with {reasoning.end!r}, or has it twice",
+            "Write the model's end marker after the text, once",
+        )
+    end_ids = tuple(encode_marked(tokenizer, text))
+    data = b"".join(map(tokenizer.token_bytes, end_ids))
+    if len(end_ids) > MAX_LISTED_IDS or not data.endswith(reasoning.end.encode()):
+        raise InvalidConfig(
+            OPTION,
+            f"{END_KEY} has {len(end_ids)} tokens, at most {MAX_LISTED_IDS}, or the tokenizer "
+            "does not keep its end",
+            "Give a shorter text",
+        )
+    return end_ids
+
+
+def _parse_config(config: str) -> dict[str, str]:
+    try:
+        keys: Any = json.loads(config)
+    except ValueError:
+        keys = None
+    if not isinstance(keys, dict) or not all(isinstance(each, str) for each in keys.values()):
+        raise InvalidConfig(
+            OPTION, "it is no JSON object of texts", f'Give {{"{END_KEY}": "</think>"}}, say'
+        )
+    if unknown := [key for key in keys if key not in (START_KEY, END_KEY)]:
+        raise InvalidConfig(
+            OPTION, f"there is no key {unknown[0][:64]!r}", f"Give {START_KEY} and {END_KEY}"
+        )
+    return keys
+
+
+def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text in which the name of a special token is that token."""
+    special = {tokenizer.token_bytes(each).decode(): each for each in tokenizer.special_token_ids}
+    names = sorted(filter(None, special), key=len, reverse=True)
+    found: list[int] = []
+    for part in re.split(f"({'|'.join(map(re.escape, names)) or '(?!)'})", text):
+        if part in special:
+            found.append(special[part])
+        elif part:
+            found += tokenizer.encode_without_special_tokens(part)
+    return found
