@@ -165,6 +165,12 @@ SERVER_OPTIONS = (
         "every chunk of every stream of completions and chats has the usage",
     ),
     define_option(
+        "enable_per_request_metrics",
+        bool,
+        False,
+        "default of return_metrics: completions and chats have the times of their request",
+    ),
+    define_option(
         "film", bool, False, "the page at / draws the scheduler as it runs, from GET /film"
     ),
     define_option(

@@ -247,7 +247,9 @@ class InferenceEndpoints:
         """POST /v1/chat/completions/batch."""
 
         def parse_body(body: dict[str, Any]) -> list[ChatRequest]:
-            request_body = parse_request(BatchChatRequest, self._defaults.apply(body))
+            # A batch is several requests, and has no metrics.
+            defaults = self._defaults._replace(enable_per_request_metrics=False)
+            request_body = parse_request(BatchChatRequest, defaults.apply(body))
             self._served_model.check_required(request_body.model)
             return request_body.split()
 

@@ -35,6 +35,7 @@ ABSENT_FIELDS: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "parallel_tool_calls": (),
     "prompt_logprobs": (),
+    "return_metrics": (False,),
     "return_timings": (False,),
     "stream": (False,),
     "stream_options": (),

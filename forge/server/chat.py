@@ -390,7 +390,7 @@ class ChatCompletionResponse:
             prompt_ids = json.dumps(list(request.prompt), separators=(",", ":"))
             self._unsent_prompt_ids = f',"prompt_token_ids":{prompt_ids}'
         self._completion_tokens = 0
-        self._timings = AnswerTimings(request_body.return_timings)
+        self._timings = AnswerTimings(request_body.return_timings, request_body.return_metrics)
         self._cached_tokens = NOTHING_CACHED
         self._unstarted_choices = set(range(request.params.n))  # their role is not sent yet
         self._choices = [
@@ -431,7 +431,8 @@ class ChatCompletionResponse:
             prompt["prompt_logprobs"] = yield from build_prompt_logprobs(
                 output.prompt_logprobs, self._tokenizer
             )
-        ends = {"usage": self.usage(), **self._timings_fields()}
+        metrics = self._timings.metrics(self._completion_tokens)
+        ends = {"usage": self.usage(), **self._timings_fields(), **metrics}
         return {**self._head, **prompt, "choices": choices, **ends}
 
     def chunks(self, _: int, delta: TextDelta) -> list[str]:
@@ -461,8 +462,11 @@ class ChatCompletionResponse:
 
     def last_chunks(self) -> list[str]:
         """Return the JSON of the events before [DONE]: usage and timings, if they are requested."""
-        usage = {"usage": self.usage()} if self._request_body.includes_usage else {}
-        return encode_last_chunk(self._chunk_head, usage | self._timings_fields())
+        fields = self._timings_fields()
+        if self._request_body.includes_usage:
+            metrics = self._timings.last_chunk_metrics(self._completion_tokens)
+            fields = {"usage": self.usage()} | fields | metrics
+        return encode_last_chunk(self._chunk_head, fields)
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens of the rendered chat and of all choices so far."""

@@ -66,6 +66,7 @@ class StreamingRequest(SamplingRequest):
     return_tokens_as_token_ids: BooleanField = None
     prompt_logprobs: IntegerField = None
     logprob_token_ids: TokenIdsField = None
+    return_metrics: BooleanField = None
     stream_options: Annotated[
         StreamOptions | None,
         Field(description="an object with include_usage, continuous_usage_stats: true or false"),
@@ -81,6 +82,11 @@ class StreamingRequest(SamplingRequest):
         """Return whether every chunk of a stream has the usage so far."""
         options = self.stream_options
         return self.includes_usage and bool(options and options.continuous_usage_stats)
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether the answer has times of its request."""
+        return super().is_timed or bool(self.return_metrics)
 
     def token_namer(self, tokenizer: Tokenizer) -> TokenNamer:
         """Return the function that names the tokens of logprobs."""
@@ -191,6 +197,7 @@ class GenerateRequest(PromptRequest):
         "n": (1,),
         "prompt_logprobs": (),
         "return_token_ids": (False,),
+        "return_metrics": (False,),
         "return_tokens_as_token_ids": (False,),
         "stream": (False,),
         "stream_options": (),
@@ -287,7 +294,7 @@ class CompletionResponse:
         ]
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._completion_tokens = 0
-        self._timings = AnswerTimings(request_body.return_timings)
+        self._timings = AnswerTimings(request_body.return_timings, request_body.return_metrics)
         self._cached_tokens = NOTHING_CACHED
         self._pending_echo = {  # text of the prompt for the first chunk of each choice
             (p, c): self._echo_texts[p]
@@ -327,7 +334,8 @@ class CompletionResponse:
                 self._completion_tokens += len(choice.token_ids)
                 self._timings.add(choice.timings)
                 yield 1
-        return {**self._head, "choices": choices, "usage": self.usage(), **self._timings_fields()}
+        times = self._timings_fields() | self._timings.metrics(self._completion_tokens)
+        return {**self._head, "choices": choices, "usage": self.usage(), **times}
 
     def chunks(self, p: int, delta: TextDelta) -> Iterator[str]:
         """Yield the JSON of each event for a delta of prompt `p`.
@@ -395,8 +403,11 @@ class CompletionResponse:
 
     def last_chunks(self) -> list[str]:
         """Return the JSON of the events before [DONE]: usage and timings, if they are requested."""
-        usage = {"usage": self.usage()} if self._request_body.includes_usage else {}
-        return encode_last_chunk(self._chunk_head, usage | self._timings_fields())
+        fields = self._timings_fields()
+        if self._request_body.includes_usage:
+            metrics = self._timings.last_chunk_metrics(self._completion_tokens)
+            fields = {"usage": self.usage()} | fields | metrics
+        return encode_last_chunk(self._chunk_head, fields)
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens of all prompts and of all choices so far."""

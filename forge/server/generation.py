@@ -76,7 +76,7 @@ async def build_requests(
         "session_id": head.session_id_with(request_body),
         "session_end": bool(request_body.session_end),
         "expected_pause_s": request_body.expected_pause_s,
-        "return_timings": bool(request_body.return_timings) or head.is_traced,
+        "return_timings": request_body.is_timed or head.is_traced,
         "external_id": head.request_id,
     }
 

@@ -43,7 +43,7 @@ from forge.server.protocol import SESSION_ID, RequestBody
 from forge.server.request_head import SESSION_HEADER
 from forge.server.responses_api.request import ResponsesRequest
 from forge.server.responses_api.schemas import DELETED, INPUT_ITEMS, RESPONSE
-from forge.server.timings import TIMINGS
+from forge.server.timings import METRICS, TIMINGS
 from forge.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 REQUEST_MODELS: dict[str, type[RequestBody]] = {
@@ -201,7 +201,7 @@ def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
         choices={**list_schema(with_optional(item, **WEIGHTS)), "minItems": 1},
         usage=_USAGE,
     )
-    return with_optional(schema, **prompt, **TIMINGS)
+    return with_optional(schema, **prompt, **TIMINGS, **METRICS)
 
 
 _COMPLETION = _completion_schema(

@@ -220,6 +220,11 @@ class SamplingRequest(RequestBody):
     add_special_tokens: BooleanField = None
     spaces_between_special_tokens: BooleanField = None
 
+    @property
+    def is_timed(self) -> bool:
+        """Return whether the answer has times of its request."""
+        return bool(self.return_timings)
+
     def sampling_params(self) -> SamplingParams:
         """Return the sampling parameters, with defaults for other fields. Raises InvalidRequest."""
         with self.relabel_structure_error():

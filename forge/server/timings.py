@@ -1,8 +1,10 @@
-"""The field `timings` of answers: when the engine served a request, and what that took.
+"""The fields `timings` and `metrics` of answers: when the engine served a request.
 
-Owns the names, which are those of llama.cpp where it has them. Knows no API.
+Owns the names: of timings those of llama.cpp where it has them, of metrics those of vLLM. Knows no
+API.
 
     return_timings: true ──► ChoiceTimings of each choice ──► {"queue_ms", "prompt_ms", ...}
+    return_metrics: true ──► ChoiceTimings of the choice  ──► {"queue_time_ms", ...}
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from forge.server.json_schema import COUNT, object_schema, or_null
+from forge.server.json_schema import COUNT, object_schema, or_null, with_optional
 from forge.timings import ChoiceTimings
 
 _MILLISECONDS = or_null({"type": "number", "minimum": 0})
@@ -29,17 +31,36 @@ TIMINGS = {
 }
 """Optional property of what the engine generates for a request with `return_timings`."""
 
+METRICS = {
+    "metrics": or_null(
+        with_optional(
+            object_schema(),
+            time_to_first_token_ms=_MILLISECONDS,
+            generation_time_ms=_MILLISECONDS,
+            queue_time_ms=_MILLISECONDS,
+            mean_itl_ms=_MILLISECONDS,
+            tokens_per_second=_MILLISECONDS,
+        )
+    )
+}
+"""Optional property of completions and chats, for a request with `return_metrics`."""
+
 
 class AnswerTimings:
-    """Times of the choices of one answer, if its request returns them."""
+    """Times of the choices of one answer, if its request returns them.
 
-    def __init__(self, is_requested: bool | None) -> None:
+    is_requested   the answer has `timings`
+    has_metrics    the answer has `metrics`
+    """
+
+    def __init__(self, is_requested: bool | None, has_metrics: bool | None = None) -> None:
         self._is_requested = is_requested
+        self._has_metrics = has_metrics
         self._choices: list[ChoiceTimings] = []
 
     def add(self, timings: ChoiceTimings | None) -> None:
         """Add the times of a choice that has ended; None where it has none, or has not ended."""
-        if timings is not None and self._is_requested:
+        if timings is not None and (self._is_requested or self._has_metrics):
             self._choices.append(timings)
 
     def fields(self, num_prompt: int, num_cached: int, num_output: int) -> dict[str, Any]:
@@ -50,7 +71,7 @@ class AnswerTimings:
         num_output   tokens of all choices
         """
         choices = self._choices
-        if not choices:
+        if not choices or not self._is_requested:
             return {}
         arrival_s = min(choice.arrival_s for choice in choices)
         first_step_s = _find_time(min, [choice.first_step_s for choice in choices])
@@ -69,6 +90,40 @@ class AnswerTimings:
                 "recomputed_n": sum(choice.num_recomputed_tokens for choice in choices),
             }
         }
+
+    def metrics(self, num_output: int) -> dict[str, Any]:
+        """Return the field `metrics`, null where several choices share the answer; none without it.
+
+        num_output   tokens of the choice
+        """
+        if not self._has_metrics:
+            return {}
+        if len(self._choices) != 1:
+            return {"metrics": None}
+        (choice,) = self._choices
+        first_step_s, first_token_s = choice.first_step_s, choice.first_token_s
+        decode_ms = _elapsed_ms(first_token_s, choice.last_token_s)
+        inference_ms = _elapsed_ms(first_step_s, choice.last_token_s)
+        return {
+            "metrics": {
+                "time_to_first_token_ms": _elapsed_ms(first_step_s, first_token_s),
+                "generation_time_ms": decode_ms,
+                "queue_time_ms": _elapsed_ms(choice.arrival_s, first_step_s),
+                "mean_itl_ms": None
+                if decode_ms is None or num_output < 2
+                else round(decode_ms / (num_output - 1), 3),
+                "tokens_per_second": round(1000 * num_output / inference_ms, 3)
+                if inference_ms
+                else None,
+            }
+        }
+
+    def last_chunk_metrics(self, num_output: int) -> dict[str, Any]:
+        """Return what `metrics` returns, without what is null: for the chunk with the usage."""
+        found = self.metrics(num_output).get("metrics")
+        if found is None:
+            return {}
+        return {"metrics": {name: value for name, value in found.items() if value is not None}}
 
 
 def _find_time(

@@ -37,7 +37,6 @@ IGNORED_SWITCHES = {
     "--enable-tokenizer-info-endpoint",
     "--enable-server-load-tracking",
     "--enable-lora",
-    "--enable-per-request-metrics",
     "--no-async-scheduling",
     "--trust-remote-code",
 }
@@ -55,6 +54,7 @@ IGNORED_OPTIONS = {
 }
 SAME_SWITCHES = {
     "--enable-force-include-usage",
+    "--enable-per-request-metrics",
     "--enable-prefix-caching",
     "--no-enable-prefix-caching",
     "--return-tokens-as-token-ids",

@@ -39,6 +39,7 @@ SAMPLING: dict[str, Any] = {
 STREAMED: dict[str, Any] = {
     "n": 2,
     "stream": True,
+    "return_metrics": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
 SCHEMA: dict[str, Any] = {

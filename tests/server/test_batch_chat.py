@@ -112,6 +112,11 @@ def test_options_set_fields_of_requests_that_leave_them_out(llm: AsyncLLM) -> No
     for options in (None, {"include_usage": False}):
         chunks = parse_chunks(post(app, CHAT, **chat, stream=True, stream_options=options).text)
         assert all(chunk["usage"]["total_tokens"] for chunk in chunks)
+    metrics = RequestDefaults(enable_per_request_metrics=True)
+    timed_app = create_app(llm, served_model_name="hash", request_defaults=metrics)
+    for fields, has_metrics in (({}, True), ({"return_metrics": False}, False)):
+        assert ("metrics" in post(timed_app, CHAT, **chat, **fields).json()) == has_metrics
+    assert "metrics" not in post(timed_app, BATCH, **GREEDY, messages=CHATS).json()
     wrong = post(app, CHAT, **chat, stream=True, stream_options={"x": 1})
     check_envelope(wrong, 400, "stream_options", "unknown_parameter")
 

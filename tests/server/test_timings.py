@@ -25,6 +25,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"prompt": USER[0]["content"], "max_tokens": 3},
 }
 NAMES = TIMINGS["timings"]["properties"].keys()
+METRIC_NAMES = [
+    *("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"),
+    "tokens_per_second",
+]
+"""Names of vLLM's metrics of a request."""
 TIMEOUT_S = 20.0
 
 
@@ -113,6 +118,43 @@ def test_the_last_chunk_has_no_choices_and_the_usage_if_that_is_requested(path: 
                 assert chunk["timings"]["predicted_n"] == 6
 
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_have_metrics_where_they_are_requested(path: str) -> None:
+    async def test() -> None:
+        async with open_app() as client:
+            answer = (await post(client, path, return_metrics=True)).json()
+            assert list(answer["metrics"]) == METRIC_NAMES and "timings" not in answer
+            assert all(value >= 0 for value in answer["metrics"].values())
+            for fields, expected in (({"max_tokens": 1}, METRIC_NAMES), ({"n": 2}, None)):
+                fields |= {"return_metrics": True}
+                found = (await post(client, path, **fields)).json()["metrics"]
+                assert found is expected or (list(found), found["mean_itl_ms"]) == (expected, None)
+                options = {"stream": True, "stream_options": {"include_usage": True}}
+                text = (await post(client, path, **fields, **options)).text
+                last = json.loads(text.splitlines()[-4].removeprefix("data: "))
+                assert text.count('"metrics"') == (expected is not None) and "usage" in last
+                if expected is not None:
+                    assert list(last["metrics"]) == [n for n in expected if n != "mean_itl_ms"]
+            text = (await post(client, path, return_metrics=True, stream=True)).text
+            assert '"metrics"' not in text and '"usage"' not in text
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+def test_metrics_are_those_of_the_one_choice() -> None:
+    timings = AnswerTimings(None, True)
+    timings.add(ChoiceTimings(1.0, 2.0, 4.0, 5.5))
+    assert timings.fields(1, 0, 4) == {}
+    assert timings.metrics(4)["metrics"] == dict(
+        zip(METRIC_NAMES, (2000.0, 1500.0, 1000.0, 500.0, round(4000 / 3500, 3)), strict=True)
+    )
+    timings.add(ChoiceTimings(1.0, 2.0, 4.0, 5.5))
+    assert timings.metrics(8) == {"metrics": None} and timings.last_chunk_metrics(8) == {}
+    unserved = AnswerTimings(None, True)
+    unserved.add(ChoiceTimings(1.0))
+    assert set(unserved.metrics(0)["metrics"].values()) == {None}
 
 
 def test_preemptions_of_a_request_are_those_of_the_metrics() -> None:
