@@ -47,6 +47,7 @@ ENGINE_AND_BELOW = {
     *("recorder", "grammar_backend", "matchers", "stop_strings"),
     "wait_reasons",
     "schema_keywords",
+    *("reasoning_counter", "thinking_budget"),
 }
 HOSTS = {"engine_loop", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
@@ -80,7 +81,12 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("cpu_count", "errors", "feedback_queue", "mask_threads", "request", "sequence"),
         *("structured_output", "tokenizer"),
     },
-    "matchers": {"errors", "grammar_backend", "request", "seam", "sequence"},
+    "reasoning_counter": set(),
+    "thinking_budget": {"reasoning_counter", "request", "sequence"},
+    "matchers": {
+        *("errors", "grammar_backend", "request", "seam", "sequence"),
+        *("thinking_budget", "tokenizer"),
+    },
     "stop_strings": {"request", "tokenizer"},
     "steps_in_flight": {"seam"},
     "engine_checks": {"config", "errors", "request", "seam", "tokenizer", "weights"},
@@ -120,7 +126,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "drafting": {"blocks", "config", "draft_length", "proposers", "seam", "sequence"},
     "recording": {"config", "errors", "pause", "request", "seam", "sessions"},
     "scheduler": ENGINE_AND_BELOW
-    - {"reasoning_matcher", "recording", "tokenizer", "engine", "scheduler", "structured_output"},
+    - {"reasoning_matcher", "recording", "tokenizer", "engine", "scheduler", "structured_output"}
+    - {"reasoning_counter", "thinking_budget", "matchers"},
     "engine": ENGINE_AND_BELOW - {"engine", "structured_output", "reasoning_matcher", "recording"},
     "overhead": {"config", "engine", "request", "seam"},
     "invariants": {
