@@ -30,7 +30,7 @@ from forge.engine import Engine
 from forge.errors import InvalidConfig, RequestFailed
 from forge.llm import Options
 from forge.models.model_wrapper import ModelWrapper
-from forge.request import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
+from forge.request import MAX_FAST_LOGPROBS, Request, SamplingParams, TokenLogprob
 from forge.seam import Model, PendingStep, StepPlan
 
 LENGTHS = (5, 700)
@@ -188,7 +188,7 @@ def run_variants(
         max_num_batched_tokens=min(CHUNK, config.max_num_batched_tokens),
     )
     few = min(tight_num_blocks(config, lengths, tokens), config.num_blocks)
-    together = RunVariant(config, count, logprobs=MAX_LOGPROBS)
+    together = RunVariant(config, count, logprobs=MAX_FAST_LOGPROBS)
     return {
         "together": together,
         "alone": together._replace(max_open=1),

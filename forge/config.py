@@ -31,6 +31,9 @@ MAX_SESSIONS = 2**20
 MAX_SESSION_TTL_S = 86_400.0
 """A day: a session that pauses longer is computed again."""
 
+MAX_MAX_LOGPROBS = 2**24
+"""More than any vocabulary has."""
+
 MAX_STEP_MS = 60_000.0
 """A minute: longer than any step."""
 
@@ -268,6 +271,7 @@ class EngineConfig:
                              closes. 0: there are no sessions
     mixed_costs              measured step times for `max_step_ms`; None: steps are not bounded
     host_tier                pool of blocks in host memory; None: there is none
+    max_logprobs             most log probabilities with each token; -1: those of the vocabulary
     """
 
     num_blocks: int = 1024
@@ -286,6 +290,7 @@ class EngineConfig:
     max_step_ms: float | None = None
     mixed_costs: MixedStepCosts | None = None
     host_tier: HostTier | None = None
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         for name, max_value in MAX_GEOMETRY.items():
@@ -303,6 +308,12 @@ class EngineConfig:
                 "max_sessions",
                 f"{self.max_sessions!r} is not an integer from 0 to {MAX_SESSIONS}",
                 "Give 1024, say",
+            )
+        if type(self.max_logprobs) is not int or not -1 <= self.max_logprobs <= MAX_MAX_LOGPROBS:
+            raise InvalidConfig(
+                "max_logprobs",
+                f"{self.max_logprobs!r} is not an integer from -1 to {MAX_MAX_LOGPROBS}",
+                "Give 20, say",
             )
         ttl_s = self.session_ttl_s
         if type(ttl_s) not in (int, float) or not 0 < ttl_s <= MAX_SESSION_TTL_S:

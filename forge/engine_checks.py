@@ -17,10 +17,13 @@ from collections.abc import Sequence
 
 from forge.config import MAX_GEOMETRY, EngineConfig
 from forge.errors import InvalidConfig, InvalidRequest
-from forge.request import Request, ThinkingBudget
+from forge.request import MAX_FAST_LOGPROBS, Request, ThinkingBudget
 from forge.seam import Model, executes_moves, samples_late_rows
 from forge.tokenizer import Tokenizer
 from forge.weights import Sleeps, UpdatesWeights
+
+MAX_LOGPROB_ENTRIES = 2**23
+"""Log probabilities of one request beyond those of any length: about 1 GB in each process."""
 
 
 def check_config(config: EngineConfig, model: Model) -> None:
@@ -54,6 +57,8 @@ def check_request(
         raise InvalidRequest(
             "stop", "this engine has no tokenizer", "Use stop_token_ids, or give a tokenizer"
         )
+    for name in ("logprobs", "prompt_logprobs"):
+        _check_logprobs(name, request, config, vocab_size)
     if params.thinking_budget is not None:
         _check_thinking_budget(params.thinking_budget, vocab_size, tokenizer)
     if params.has_masks and config.depth > 1 and not samples_late_rows(model):
@@ -62,6 +67,34 @@ def check_request(
             f"this model does not sample late rows (StepPlan.late_rows), which come with "
             f"{config.depth} plans in flight",
             "Give the model samples_late_rows(), or start with depth 1",
+        )
+
+
+def _check_logprobs(name: str, request: Request, config: EngineConfig, vocab_size: int) -> None:
+    """Raise InvalidRequest for more log probabilities than the engine or its memory allows."""
+    params, prompt_len = request.params, len(request.prompt)
+    count = getattr(params, name)
+    if count is None:
+        return
+    count = min(count, vocab_size)
+    limit = vocab_size if config.max_logprobs == -1 else config.max_logprobs
+    if count > limit:
+        raise InvalidRequest(
+            name,
+            f"{count} is more than {limit}",
+            f"Give less, or start with --max-logprobs {count}",
+        )
+    num_positions = prompt_len - 1
+    if name == "logprobs":
+        max_tokens = params.max_tokens
+        room = config.max_model_len - prompt_len
+        num_positions = params.n * (room if max_tokens is None else min(room, max_tokens))
+    num_entries = count * num_positions
+    if count > MAX_FAST_LOGPROBS and num_entries > MAX_LOGPROB_ENTRIES:
+        raise InvalidRequest(
+            name,
+            f"{count} for each of {num_positions} tokens are more than {MAX_LOGPROB_ENTRIES}",
+            "Request fewer tokens or fewer log probabilities",
         )
 
 

@@ -86,6 +86,7 @@ class Options(TypedDict, total=False):
     depth: int
     max_step_ms: float
     enable_prefix_caching: bool
+    max_logprobs: int
     seed: int
     session_ttl_s: float
     max_sessions: int

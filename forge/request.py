@@ -23,7 +23,10 @@ from forge.timings import ChoiceTimings
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-MAX_LOGPROBS = 20
+MAX_FAST_LOGPROBS = 20
+"""Most likely tokens that a device returns in its fast path. EngineConfig has the limit."""
+ALL_LOGPROBS = 2**31 - 1
+"""Number of log probabilities that is no less than any vocabulary."""
 MAX_LISTED_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_SESSION_ID_CHARS = 128
@@ -309,7 +312,8 @@ class SamplingParams:
     stop                 strings that end the output; they are not part of the text
     stop_token_ids       ids that end the output; their text is not part of the text
     ignore_eos           the model's end ids neither end the output nor are masked
-    logprobs             with each token its log probability and the n most likely; raw logits
+    logprobs             with each token its log probability and the n most likely; raw logits. -1:
+                         all of the vocabulary
     prompt_logprobs      the same for prompt tokens after the first; bypasses the prefix cache
     structure            the output is of this shape and ends with it; None: any
     logprob_token_ids    with `logprobs`: each token comes with the log probabilities of these ids,
@@ -405,7 +409,9 @@ class SamplingParams:
             raise _invalid_value("ignore_eos", self.ignore_eos, "true or false", "Give a boolean")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _check_int(name, getattr(self, name), -1, ALL_LOGPROBS)
+                if getattr(self, name) == -1:
+                    set_field(self, name, ALL_LOGPROBS)
         listed = _parse_token_ids(
             "logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS
         )

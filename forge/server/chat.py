@@ -26,7 +26,6 @@ from forge.errors import InvalidRequest
 from forge.grammar_sandbox import TOO_COSTLY_CODE
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import (
-    MAX_LOGPROBS,
     NOTHING_CACHED,
     Request,
     SamplingParams,
@@ -151,12 +150,6 @@ class ChatRequest(StreamingRequest):
     def _num_top_logprobs(self) -> int | None:
         """Return the number of top logprobs per token; None without logprobs."""
         count = self.top_logprobs or 0
-        if not 0 <= count <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                "top_logprobs",
-                f"{excerpt(str(count))} is not an integer from 0 to {MAX_LOGPROBS}",
-                "Give a value in range",
-            )
         if count and not self.logprobs:
             raise InvalidRequest(
                 "top_logprobs", "logprobs is not true", "Set it, or leave this out"
@@ -277,7 +270,7 @@ async def build_request(
 ) -> Request:
     """Return a request that the engine can serve. Raises InvalidRequest or APIError."""
     queue.check_capacity(1)  # before the costly part
-    names = FieldNames({"thinking_budget": "thinking_token_budget"})
+    names = FieldNames({"thinking_budget": "thinking_token_budget", "logprobs": "top_logprobs"})
     with names.rename_errors(), _relabel_max_tokens_error(request_body):
         # A template is a program, and texts may be long: a thread keeps the event loop free.
         params, prompt_ids = await asyncio.to_thread(

@@ -157,6 +157,11 @@ def test_the_bound_of_sessions_is_an_integer_from_0_on(count: Any) -> None:
     assert EngineConfig(max_sessions=0).max_sessions == 0
 
 
+@pytest.mark.parametrize("count", [-2, 2**24 + 1, 1.5, True, "20", None])
+def test_a_number_of_log_probabilities_that_is_none_is_refused(count: Any) -> None:
+    assert "max_logprobs: " in str(refuse(max_logprobs=count))
+
+
 @pytest.mark.parametrize("ms", [0, 0.0009, -1, 60_001, float("nan"), float("inf"), "15", True])
 def test_a_bound_that_is_no_time_of_a_step_is_refused(ms: Any) -> None:
     assert str(refuse(max_step_ms=ms)).startswith(f"max_step_ms: {ms!r} is not a number of milli")

@@ -116,10 +116,10 @@ INVALID_VALUES: list[tuple[str, Any, str]] = [
     ("stop", "x" * 1025, "at most 1024"),
     ("stop_token_ids", [-1], "ids from 0"),
     ("stop_token_ids", range(1025), "at most 1024"),
-    ("logprobs", -1, "from 0 to 20"),
-    ("logprobs", 21, "from 0 to 20"),
-    ("prompt_logprobs", -1, "from 0 to 20"),
-    ("prompt_logprobs", 21, "from 0 to 20"),
+    ("logprobs", -2, "from -1 to"),
+    ("logprobs", 2**31, "from -1 to"),
+    ("prompt_logprobs", -2, "from -1 to"),
+    ("prompt_logprobs", 2**31, "from -1 to"),
     ("logprob_token_ids", [-1], "ids from 0"),
     ("logprob_token_ids", range(129), "at most 128"),
     ("logprob_token_ids", [5], "the request has no logprobs"),
@@ -346,6 +346,11 @@ PARAMS = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
 )
+
+
+def test_minus_one_is_as_many_log_probabilities_as_any_vocabulary_has() -> None:
+    params = SamplingParams(logprobs=-1, prompt_logprobs=-1)
+    assert params.logprobs == params.prompt_logprobs == 2**31 - 1
 
 
 def test_listed_ids_are_kept_in_order_and_each_once() -> None:

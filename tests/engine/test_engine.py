@@ -394,6 +394,32 @@ def test_parameters_name_tokens_of_the_model(field: str, params: SamplingParams)
     assert not e.has_work
 
 
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_an_engine_limits_log_probabilities(field: str) -> None:
+    def submit(max_logprobs: int, count: int, prompt_len: int = 2, **options: Any) -> None:
+        size = {"block_size": 16, "max_model_len": 2**20, "blocks": 2**17}
+        engine = Engine(
+            HashModel(vocab_size=257, block_size=16, num_blocks=2**17),
+            config(max_logprobs=max_logprobs, **size),
+        )
+        params = SamplingParams(**{field: count, "max_tokens": 9, **options})
+        engine.submit(Request(0, (5,) * prompt_len, params))
+
+    for limit, count in ((20, 20), (25, 25), (257, -1), (-1, -1), (-1, 257)):
+        submit(limit, count)
+    for limit, count, problem in (
+        *((20, 21, "21 is more than 20"), (20, -1, "257 is more than 20")),
+        (256, -1, "Give less, or start with --max-logprobs 257"),
+    ):
+        with pytest.raises(InvalidRequest, match=problem) as error:
+            submit(limit, count)
+        assert error.value.field == field
+    too_many = {"max_tokens": 2**18} if field == "logprobs" else {"prompt_len": 2**18}
+    submit(20, 20, **{**too_many})
+    with pytest.raises(InvalidRequest, match="are more than 8388608"):
+        submit(-1, 200, **too_many)
+
+
 def test_every_token_of_the_model_can_be_named() -> None:
     e = create_engine()
     params = SamplingParams(

@@ -237,6 +237,8 @@ PARAMS = {
     "bias and minimum": {"temperature": 1.0, "logit_bias": {7: 3.0}, "min_tokens": 20},
     "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(50, 90))},
     "listed": {"temperature": 1.0, "logprob_token_ids": [9, 3, 70]},
+    "many": {"temperature": 1.0, "logprobs": 30},
+    "all": {"temperature": 0.0, "logprobs": -1},
     "a shorter list": {"temperature": 0.0, "logprob_token_ids": [8], "repetition_penalty": 1.3},
 }
 
@@ -245,12 +247,14 @@ PARAMS = {
 def test_every_way_to_sample_is_the_normative_arithmetic_on_the_models_logits(depth: int) -> None:
     """One batch in which every row has different parameters."""
     module = create_module("qwen3", torch.float64)
-    engine = engine_for("qwen3", BatchingVariant(depth, 128, 7, 32))
+    engine = engine_for("qwen3", BatchingVariant(depth, 128, 9, 32), max_logprobs=-1)
     requests = [
         Request(
             i,
             tuple(PROMPTS[2]),
-            SamplingParams(max_tokens=32, seed=i, logprobs=2, ignore_eos=True, **params),
+            SamplingParams(
+                **{"max_tokens": 32, "seed": i, "logprobs": 2, "ignore_eos": True, **params}
+            ),
         )
         for i, params in enumerate(PARAMS.values())
     ]
@@ -269,15 +273,16 @@ def test_prompt_logprobs_are_those_of_the_models_logits_in_any_chunks() -> None:
     prompt = PROMPTS[4]
     with torch.inference_mode():
         logits = module(torch.tensor([prompt]), use_cache=False).logits[0].tolist()
-    for budget in (7, 256):
-        engine = engine_for("llama", BatchingVariant(1, 64, 2, budget))
-        outcome = run(engine, greedy(0, prompt, 2, prompt_logprobs=3), greedy(1, prompt, 2))
+    for budget, count in ((7, 3), (256, 3), (256, -1)):
+        engine = engine_for("llama", BatchingVariant(1, 64, 2, budget), max_logprobs=-1)
+        outcome = run(engine, greedy(0, prompt, 2, prompt_logprobs=count), greedy(1, prompt, 2))
         logprobs = [s for d in outcome.deltas if d.request_id == 0 for s in d.prompt_logprobs]
         assert [s.token for s in logprobs] == prompt[1:]
         for at, score in enumerate(logprobs):
-            mine = token_logprob(logits[at], prompt[at + 1], 3)
+            mine = token_logprob(logits[at], prompt[at + 1], len(score.top))
             assert score.logprob == pytest.approx(mine.logprob, abs=1e-5)
             assert [t for t, _ in score.top] == [t for t, _ in mine.top]
+            assert len(score.top) == (3 if count == 3 else len(logits[at]))
         assert not [s for d in outcome.deltas if d.request_id == 1 for s in d.prompt_logprobs]
 
 

@@ -47,7 +47,6 @@ IGNORED_OPTIONS = {
     "--lora-modules",
     "--max-cpu-loras",
     "--max-lora-rank",
-    "--max-logprobs",
     "--port",  # a test takes the server's address from it
     "--runner",
     "--structured-outputs-config.backend",
@@ -61,6 +60,7 @@ SAME_SWITCHES = {
 }
 SAME_OPTIONS = {
     "--api-key",
+    "--max-logprobs",
     "--max-model-len",
     "--max-num-batched-tokens",
     "--max-num-seqs",

@@ -25,7 +25,11 @@ from forge.models.hf.buffers import MAX_IN_FLIGHT, HostCopy, InputBuffer, Int32A
 from forge.models.hf.decoders.interface import ALL_TOKENS, Decoder, ForwardContext, TokenSelection
 from forge.models.hf.kv_cache import KVCache
 from forge.models.hf.runner.input_batch import InputBatch
-from forge.models.hf.runner.token_logprobs import ScoredToken, compute_token_logprobs
+from forge.models.hf.runner.token_logprobs import (
+    ScoredToken,
+    compute_token_logprobs,
+    max_packed_rows,
+)
 from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.sampling.sampler import DraftDistribution, Sampler
 from forge.models.hf.sampling.status import STATUS_NAN
@@ -490,8 +494,9 @@ class ModelRunner:
         first = 0
         for batch_row, positions, _, bind in prompt_logprob_rows:
             count = bind.params.prompt_logprobs or 0
-            for start in range(0, len(positions), PROMPT_LOGPROB_CHUNK):
-                part = positions[start : start + PROMPT_LOGPROB_CHUNK]
+            chunk = min(PROMPT_LOGPROB_CHUNK, max_packed_rows(count))
+            for start in range(0, len(positions), chunk):
+                part = positions[start : start + chunk]
                 logits = self.decoder.compute_logits(hidden[first : first + len(part)])
                 first += len(part)
                 tokens = self.to_device([bind.history[p] for p in part])

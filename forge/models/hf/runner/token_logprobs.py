@@ -3,6 +3,7 @@
 Owns which rows go together. Knows no batch and no request.
 
     rows with top logprobs         one call of the kernel, as many as the most that a row has
+    rows with many of them         in plain torch, a few rows at a time
     rows with logprob_token_ids    a gather from their logits, in plain torch
 """
 
@@ -14,9 +15,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from forge.models.hf.buffers import HostCopy
+from forge.models.hf.sampling.gumbel import MAX_CHUNK_LOGITS
 from forge.models.hf.sampling.logprobs import PendingLogprobs
 from forge.models.hf.sampling.sampler import Sampler
-from forge.request import SamplingParams
+from forge.request import MAX_FAST_LOGPROBS, SamplingParams
 
 
 class ScoredToken(NamedTuple):
@@ -48,16 +50,25 @@ def compute_token_logprobs(
 
     The tokens of one row of the batch keep their order. None are returned for n = 0.
     """
-    listing = [index for index, each in enumerate(scored) if each.params.logprob_token_ids]
-    if not listing:
-        return _score_likely(sampler, to_device, logits, tokens, scored) if scored else []
-    others = [index for index, each in enumerate(scored) if not each.params.logprob_token_ids]
-    chosen = [scored[index] for index in listing]
-    pending = [_score_listed(sampler, to_device, logits, tokens[to_device(listing)], chosen)]
-    if others:
-        chosen = [scored[index] for index in others]
-        pending += _score_likely(sampler, to_device, logits, tokens[to_device(others)], chosen)
-    return pending
+    few, many, listing = list[int](), list[int](), list[int]()
+    for index, (_, _, params) in enumerate(scored):
+        is_few = (params.logprobs or 0) <= MAX_FAST_LOGPROBS
+        (listing if params.logprob_token_ids else few if is_few else many).append(index)
+    if len(few) == len(scored):
+        return [_score_likely(sampler, to_device, logits, tokens, scored)] if scored else []
+    num_rows = max_packed_rows(max((scored[i].params.logprobs or 0 for i in many), default=0))
+    parts = [(_score_likely, few), (_score_listed, listing)]
+    parts += [(_score_likely, many[i : i + num_rows]) for i in range(0, len(many), num_rows)]
+    return [
+        score(sampler, to_device, logits, tokens[to_device(part)], [scored[i] for i in part])
+        for score, part in parts
+        if part
+    ]
+
+
+def max_packed_rows(count: int) -> int:
+    """Return how many rows with so many log probabilities each are packed at once."""
+    return max(1, MAX_CHUNK_LOGITS // max(1, count))
 
 
 def _score_likely(
@@ -66,11 +77,11 @@ def _score_likely(
     logits: Tensor,
     tokens: Tensor,
     scored: Sequence[ScoredToken],
-) -> list[PendingLogprobs]:
+) -> PendingLogprobs:
     num_top = [each.params.logprobs or 0 for each in scored]
     logits_rows = to_device([each.logits_row for each in scored])
     packed = sampler.compute_logprobs(logits, tokens, max(num_top), logits_rows)
-    return [PendingLogprobs([each.batch_row for each in scored], num_top, HostCopy(packed))]
+    return PendingLogprobs([each.batch_row for each in scored], num_top, HostCopy(packed))
 
 
 def _score_listed(

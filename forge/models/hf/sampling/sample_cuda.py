@@ -176,7 +176,7 @@ class SampleKernels:
         """Return `logprobs.compute_logprobs` of rows of the logits.
 
         tokens    [n] int64
-        num_top   at most MAX_LOGPROBS and the size of the vocabulary
+        num_top   at most MAX_FAST_LOGPROBS and the size of the vocabulary
         rows      [n] int64; rows of `logits`, or None: the first n
         """
         _check_arrays(torch.int64, tokens, rows)

@@ -52,7 +52,7 @@ from forge.models.hf.sampling.slot_sampling import (
     sample_slots,
 )
 from forge.models.hf.sampling.status import STATUS_OK
-from forge.request import MAX_LOGPROBS
+from forge.request import MAX_FAST_LOGPROBS
 from forge.seam import Bind, Row
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ class Sampler:
         """
         num_top = min(num_top, self._vocab_size)
         kernels = select_kernels(self._kernels, logits)
-        if kernels is not None and num_top <= MAX_LOGPROBS:
+        if kernels is not None and num_top <= MAX_FAST_LOGPROBS:
             return kernels.logprobs(logits, tokens, num_top, logits_rows)
         if logits_rows is not None:
             logits = logits.index_select(0, logits_rows)
