@@ -32,7 +32,7 @@ MAX_SESSION_TTL_S = 86_400.0
 """A day: a session that pauses longer is computed again."""
 
 MAX_MAX_LOGPROBS = 2**24
-"""More than any vocabulary has."""
+"""Bound of the limit, above the size of any vocabulary."""
 
 MAX_STEP_MS = 60_000.0
 """A minute: longer than any step."""
