@@ -25,7 +25,13 @@ from forge.models.hf.runner.cuda_graphs import CapturedGraphs  # noqa: E402
 from forge.models.hf.runner.input_batch import InputBatch  # noqa: E402
 from forge.models.hf.runner.model_runner import ModelRunner, padded_token_fields  # noqa: E402
 from forge.models.logits import LogitsModel  # noqa: E402
-from forge.request import Request, SamplingParams, Structure  # noqa: E402
+from forge.request import (  # noqa: E402
+    Reasoning,
+    Request,
+    SamplingParams,
+    Structure,
+    ThinkingBudget,
+)
 from forge.seam import Bind, LateMask, Row, StepPlan, TokenRef  # noqa: E402
 from forge.tokenizer import ByteTokenizer  # noqa: E402
 from tests.hf import test_cuda_graphs  # noqa: E402
@@ -124,8 +130,14 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
+BUDGET = ThinkingBudget(5, Reasoning("", "ab"), tuple(TOKENIZER.encode("cab")))
+
+
 def create_requests(count: int) -> list[Request]:
-    """Return requests of which two in three have a structure, with prompts of 1 to 30 tokens."""
+    """Return requests with prompts of 1 to 30 tokens.
+
+    Two in three have a structure, and one in six a budget of reasoning.
+    """
     pattern = Structure.regex("([a-f]{1,3}[0-9] )+")
     return [
         Request(
@@ -136,6 +148,7 @@ def create_requests(count: int) -> list[Request]:
                     max_tokens=12 + number % 5, seed=number, **KINDS[number % len(KINDS)]
                 ),
                 structure=pattern if number % 3 else None,
+                thinking_budget=None if number % 6 else BUDGET,
             ),
         )
         for number in range(count)

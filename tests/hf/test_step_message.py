@@ -21,7 +21,7 @@ from forge.models.hf.parallel.step_message import (
 from forge.models.hf.runner.batch_step import BatchStep
 from forge.models.hf.runner.input_batch import InputBatch, build_input_batch
 from forge.ranks.message_kind import DRAFT_STEP, LATE_MASKS, STEP, message_kind
-from forge.request import SamplingParams, Structure, StructureKind
+from forge.request import Reasoning, SamplingParams, Structure, StructureKind, ThinkingBudget
 from forge.seam import (
     COUPLED,
     REJECTION,
@@ -50,7 +50,16 @@ params = st.builds(
     allowed_token_ids=st.none() | st.sets(small, min_size=1, max_size=2),
     stop=st.lists(st.sampled_from(["a", "\n"]), max_size=1),
     logprobs=st.none() | small,
-) | st.just(SamplingParams(structure=Structure(StructureKind.REGEX, "a+"), min_p=0.1))
+) | st.sampled_from(
+    [
+        SamplingParams(structure=Structure(StructureKind.REGEX, "a+"), min_p=0.1),
+        SamplingParams(
+            logprobs=0,
+            logprob_token_ids=(5, 3),
+            thinking_budget=ThinkingBudget(5, Reasoning("", "b"), (7, 8)),
+        ),
+    ]
+)
 binds = st.builds(
     Bind,
     params,
