@@ -22,8 +22,8 @@ from forge.seam import Model, executes_moves, samples_late_rows
 from forge.tokenizer import Tokenizer
 from forge.weights import Sleeps, UpdatesWeights
 
-MAX_LOGPROB_ENTRIES = 2**23
-"""Log probabilities of one request beyond those of any length: about 1 GB in each process."""
+MAX_LOGPROB_ENTRIES = 2**22
+"""Limit for a request with more than MAX_FAST_LOGPROBS: a server takes 3 GB for as many."""
 
 
 def check_config(config: EngineConfig, model: Model) -> None:

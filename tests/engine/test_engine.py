@@ -416,7 +416,7 @@ def test_an_engine_limits_log_probabilities(field: str) -> None:
         assert error.value.field == field
     too_many = {"max_tokens": 2**18} if field == "logprobs" else {"prompt_len": 2**18}
     submit(20, 20, **{**too_many})
-    with pytest.raises(InvalidRequest, match="are more than 8388608"):
+    with pytest.raises(InvalidRequest, match="are more than 4194304"):
         submit(-1, 200, **too_many)
 
 
