@@ -155,7 +155,7 @@ def create_app(
             *MessagesEndpoints(queue, served_model, formats).routes(),
             *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
-            *TokenizationEndpoints(llm, served_model.name).routes(),
+            *TokenizationEndpoints(llm, served_model).routes(),
             *([] if trainers is None else trainers.routes()),
             Route("/metrics", metrics.scrape, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
@@ -250,7 +250,7 @@ class InferenceEndpoints:
             # A batch is several requests, and has no metrics.
             defaults = self._defaults._replace(enable_per_request_metrics=False)
             request_body = parse_request(BatchChatRequest, defaults.apply(body))
-            self._served_model.check_required(request_body.model)
+            self._served_model.check(request_body.model)
             return request_body.split()
 
         async def respond(chats: list[ChatRequest], head: RequestHead) -> Response:
@@ -273,7 +273,7 @@ class InferenceEndpoints:
 
     def _parse_completion(self, body: dict[str, Any]) -> ParsedCompletion:
         request_body = parse_request(CompletionRequest, self._defaults.apply(body))
-        self._served_model.check_required(request_body.model)
+        self._served_model.check(request_body.model)
         sampling = request_body.sampling_params(), request_body.parse_prompts()
         return request_body.without_prompt(), sampling
 
@@ -294,7 +294,7 @@ class InferenceEndpoints:
 
     def _parse_chat(self, body: dict[str, Any]) -> ChatRequest:
         request_body = parse_request(ChatRequest, self._defaults.apply(body))
-        self._served_model.check_required(request_body.model)
+        self._served_model.check(request_body.model)
         return request_body
 
     async def _respond_chat(self, request_body: ChatRequest, head: RequestHead) -> Response:
@@ -321,8 +321,7 @@ class InferenceEndpoints:
 
         def parse_body(body: dict[str, Any]) -> tuple[GenerateRequest, ParamsAndPrompts]:
             request_body = parse_request(GenerateRequest, body)
-            if request_body.model is not None:
-                self._served_model.check(request_body.model)
+            self._served_model.check(request_body.model)
             return request_body, (request_body.sampling_params(), request_body.parse_prompts())
 
         async def respond(

@@ -94,13 +94,13 @@ SUMMARIES = {
 }
 
 REQUIRED = {
-    "/v1/completions": ("model", "prompt"),
-    "/v1/chat/completions": ("model", "messages"),
-    "/v1/chat/completions/batch": ("model", "messages"),
-    "/invocations": ("model", "messages"),
-    "/v1/responses": ("model", "input"),
-    "/v1/messages": ("model", "max_tokens", "messages"),
-    "/v1/messages/count_tokens": ("model", "messages"),
+    "/v1/completions": ("prompt",),
+    "/v1/chat/completions": ("messages",),
+    "/v1/chat/completions/batch": ("messages",),
+    "/invocations": ("messages",),
+    "/v1/responses": ("input",),
+    "/v1/messages": ("max_tokens", "messages"),
+    "/v1/messages/count_tokens": ("messages",),
     "/generate": ("prompt",),
     "/tokenize": (),  # a prompt, or the messages of a chat
     "/detokenize": ("tokens",),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from forge.server.errors import APIError, excerpt
-from forge.server.protocol import missing_field_error
 
 
 class ServedModel(NamedTuple):
@@ -16,15 +15,9 @@ class ServedModel(NamedTuple):
 
     name: str
 
-    def check_required(self, name: str | None) -> None:
-        """Raise InvalidRequest without a name, and APIError for a name of another model."""
-        if not name:
-            raise missing_field_error("model", f"Use {self.name}")
-        self.check(name)
-
-    def check(self, name: str) -> None:
-        """Raise APIError for a name of another model."""
-        if name != self.name:
+    def check(self, name: str | None) -> None:
+        """Raise APIError for a name of another model. Without a name this one is meant."""
+        if name is not None and name != self.name:
             raise APIError(
                 404,
                 "model_not_found",

@@ -27,7 +27,6 @@ from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.server.body import read_json_body
 from forge.server.chat import ChatRequest, MessagesField, TemplateVariablesField, ToolsField
-from forge.server.errors import APIError, excerpt
 from forge.server.protocol import (
     BooleanField,
     RequestBody,
@@ -35,6 +34,7 @@ from forge.server.protocol import (
     missing_field_error,
     parse_request,
 )
+from forge.server.served_model import ServedModel
 from forge.tokenizer import Tokenizer
 
 CHAT_FIELDS = (
@@ -116,14 +116,11 @@ class DetokenizeRequest(RequestBody):
 
 
 class TokenizationEndpoints:
-    """Handlers of the routes.
+    """Handlers of the routes."""
 
-    model_name   name that requests give for the model
-    """
-
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM, served_model: ServedModel) -> None:
         self._llm = llm
-        self._model_name = model_name
+        self._served_model = served_model
 
     def routes(self) -> list[Route]:
         """Return the routes with their handlers."""
@@ -136,7 +133,7 @@ class TokenizationEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         request_body = await read_json_body(request, partial(parse_request, TokenizeRequest))
-        self._check_model(request_body.model)
+        self._served_model.check(request_body.model)
         encode = request_body.encoder(self._llm.tokenizer)
         max_model_len = self._llm.engine.config.max_model_len
 
@@ -156,7 +153,7 @@ class TokenizationEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
         request_body = await read_json_body(request, _parse_detokenize_request)
-        self._check_model(request_body.model)
+        self._served_model.check(request_body.model)
         tokens = request_body.tokens
         if tokens is None:
             raise missing_field_error("tokens", "Give token ids")
@@ -182,15 +179,6 @@ class TokenizationEndpoints:
                 "max_model_len": self._llm.engine.config.max_model_len,
             }
         )
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model_name:
-            raise APIError(
-                404,
-                "model_not_found",
-                f"model: there is no '{excerpt(name)}' here. Use {self._model_name}",
-                param="model",
-            )
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         vocab_size = self._llm.engine.model.vocab_size()

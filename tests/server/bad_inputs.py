@@ -801,14 +801,9 @@ SHAPE = [
 NO_MODEL = ({"model": ABSENT}, {"model": None})
 
 PROMPTS = [
-    refused_row(
-        45, "no model", OPENAI_PATHS, *NO_MODEL, {"model": ""}, code="missing_required_parameter"
-    ),
     # The one model is served whether it is named or not.
-    accepted_row(45, "no model", (GENERATE,), *NO_MODEL),
-    refused_row(
-        45, "a model of no name", (GENERATE,), {"model": ""}, code="model_not_found", status=404
-    ),
+    accepted_row(45, "no model", ALL, *NO_MODEL),
+    refused_row(45, "a model of no name", ALL, {"model": ""}, code="model_not_found", status=404),
     refused_row(
         45, "a model that is no name", ALL, {"model": 7}, {"model": ["hash"]}, code="invalid_type"
     ),

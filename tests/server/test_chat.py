@@ -568,8 +568,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"chat_template_kwargs": "a"}, "chat_template_kwargs", "invalid_type"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
     ({"documents": [{}]}, "documents", "unsupported_parameter"),
-    ({"model": None}, "model", "missing_required_parameter"),
-    ({"model": ""}, "model", "missing_required_parameter"),
     ({"prompt": "a"}, "prompt", "unsupported_parameter"),
     ({"echo": True}, "echo", "unsupported_parameter"),
     ({"tool_choice": "auto"}, "tool_choice", "invalid_value"),

@@ -37,6 +37,7 @@ from tests.texts import ANY_CHARACTER
 
 SMALL = {"num_blocks": 64, "block_size": 4, "max_model_len": 256}
 GREEDY = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+USER = [{"role": "user", "content": "hi"}]
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 HOSTS = pytest.mark.parametrize(
     "kind",
@@ -85,6 +86,29 @@ def test_an_idle_server_is_healthy(app: Starlette, path: str) -> None:
 @pytest.mark.parametrize("path", ["/health", "/ping"])
 def test_health_has_no_body(app: Starlette, path: str) -> None:
     assert get(app, path).content == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": USER, "max_tokens": 1}),
+        ("/v1/chat/completions/batch", {"messages": [USER], "max_tokens": 1}),
+        ("/invocations", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": USER}),
+        ("/generate", {"prompt": "a", "max_tokens": 1}),
+    ],
+)
+def test_a_request_without_a_model_is_served_by_the_one_that_there_is(
+    app: Starlette, path: str, body: dict[str, Any]
+) -> None:
+    answer = post(app, path, **body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json().get("model", "hash") == "hash"
+    assert post(app, path, **body, model="other").status_code == 404
+    assert post(app, path, **body, model="").status_code == 404
 
 
 def test_version_is_that_of_the_package(app: Starlette) -> None:

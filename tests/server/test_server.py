@@ -754,8 +754,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
         {"logprob_token_ids": [5], "logprobs": 0, "echo": True, "max_tokens": 0},
         *("logprob_token_ids", "invalid_value"),
     ),
-    ({"model": None}, "model", "missing_required_parameter"),
-    ({"model": ""}, "model", "missing_required_parameter"),
     ({"prompt": ["a", ""]}, "prompt[1]", "empty_prompt"),
     ({"prompt": [[1, 2], []]}, "prompt[1]", "empty_prompt"),
     ({"prompt": [[1], [257]]}, "prompt[1]", "token_out_of_range"),

@@ -53,7 +53,7 @@ class MessagesEndpoints:
 
         def parse_body(body: dict[str, Any]) -> MessagesRequest:
             request_body = parse_request(MessagesRequest, body)
-            self._served_model.check_required(request_body.model)
+            self._served_model.check(request_body.model)
             request_body.check_max_tokens()
             return request_body
 
@@ -86,7 +86,7 @@ class MessagesEndpoints:
 
         def parse_body(body: dict[str, Any]) -> CountTokensRequest:
             request_body = parse_request(CountTokensRequest, body)
-            self._served_model.check_required(request_body.model)
+            self._served_model.check(request_body.model)
             return request_body
 
         async def respond(request_body: CountTokensRequest, head: RequestHead) -> Response:

@@ -98,7 +98,7 @@ class ResponsesEndpoints:
 
         def parse_body(body: dict[str, Any]) -> ResponsesRequest:
             request_body = parse_request(ResponsesRequest, body)
-            self._served_model.check_required(request_body.model)
+            self._served_model.check(request_body.model)
             return request_body
 
         return await handle_json(request, parse_body, self._create)
