@@ -83,7 +83,7 @@ class ForgeTiers(NamedTuple):
         seconds = time.perf_counter() - start_s
         if len(output.token_ids) != 1:
             raise RequestFailed(f"an output ended by {output.finish_reason}")
-        return Sample(seconds, output.cached_tokens)
+        return Sample(seconds, output.cached_tokens._replace(written=0))
 
 
 class CountedReads(NamedTuple):

@@ -257,6 +257,6 @@ class ReturningRun:
 def find_problem(tier: str, length: int, sample: Sample) -> str | None:
     """Return why the sample is none of this tier, or None."""
     if sample.tokens != EXPECTED[tier](length):
-        device, host, disk = sample.tokens
+        device, host, disk, _ = sample.tokens
         return f"{device} tokens came from the device, {host} from host memory, {disk} from files"
     return sample.problem

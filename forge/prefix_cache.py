@@ -99,13 +99,13 @@ class PrefixCache:
             if self.blocks_in_progress.get(block_hash) == sequence.id:
                 del self.blocks_in_progress[block_hash]
 
-    def publish(self, sequence: Sequence, start: int, end: int) -> None:
+    def publish(self, sequence: Sequence, start: int, end: int) -> list[bool]:
         """Publish the blocks that the committed positions [start, end) filled, and unlist them.
 
-        Does nothing without prefix caching.
+        Return whether each is new to the cache. Does nothing without prefix caching.
         """
         if not self._config.enable_prefix_caching:
-            return
+            return []
         first_index, end_index = start // self._config.block_size, end // self._config.block_size
         self.extend_hashes(sequence, end_index)
         hashes = sequence.hashes[1 + first_index : 1 + end_index]
@@ -119,6 +119,7 @@ class PrefixCache:
             self._record_events(self._kv_events, sequence, first_index, are_new)
         if self._config.host_tier is not None:
             self._host_cache.touch(hashes)
+        return are_new
 
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Extend `hashes` to the first `num_blocks` blocks. Entry 0 is the root."""

@@ -550,19 +550,22 @@ class CachedTokens(NamedTuple):
 
     Counted when the request first runs: what it computes again after a preemption counts no more.
 
-    device   blocks on the device
-    host     blocks in host memory
-    disk     blocks in files, which were read for the request
+    device    blocks on the device
+    host      blocks in host memory
+    disk      blocks in files, which were read for the request
+    written   none of the above: full blocks of the prompt that the request computed and that the
+              prefix cache did not have then
     """
 
     device: int = 0
     host: int = 0
     disk: int = 0
+    written: int = 0
 
     @property
     def total(self) -> int:
-        """Tokens of all tiers."""
-        return sum(self)
+        """Tokens that the request did not compute, of all tiers."""
+        return self.device + self.host + self.disk
 
     def plus(self, other: CachedTokens) -> CachedTokens:
         """Return the sums, tier by tier."""

@@ -932,7 +932,10 @@ class Scheduler:
         end = len(sequence.tokens) if tokens else row.end
         if row.epoch == sequence.epoch:
             start, sequence.num_committed = sequence.num_committed, end
-            self.prefix_cache.publish(sequence, start, end)
+            are_new = self.prefix_cache.publish(sequence, start, end)
+            if are_new and end <= sequence.bind.prompt_len:
+                size = self.config.block_size
+                sequence.count_written(start // size, are_new, size)
         if tokens:
             deltas.append(self._commit_token(sequence, row, result))
         else:

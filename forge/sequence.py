@@ -116,8 +116,9 @@ class Sequence:
     num_served_before     positions computed for it in earlier epochs
     num_lost_positions    most positions that its blocks had when it lost them
     num_recomputed        positions below that computed since: what its preemptions cost
-    cached_tokens         tokens of the prompt that no choice of the request computed. Those of the
-                          choice that ran first alone
+    cached_tokens         tokens of the prompt that no choice of the request computed: those of the
+                          choice that ran first alone. And those that this one has `written`
+    num_counted_blocks    first blocks of the prompt that `cached_tokens` is about
     """
 
     id: int
@@ -149,6 +150,7 @@ class Sequence:
     num_lost_positions: int = 0
     num_recomputed: int = 0
     cached_tokens: CachedTokens = NOTHING_CACHED
+    num_counted_blocks: int = 0
 
     @property
     def num_served(self) -> int:
@@ -256,6 +258,21 @@ class Sequence:
         new_logprobs = logprobs[self.next_prompt_logprob - start - 1 :]
         self.next_prompt_logprob += len(new_logprobs)
         return new_logprobs
+
+    def count_written(self, first_block: int, are_new: list[bool], block_size: int) -> None:
+        """Count tokens of the prompt that the prefix cache has from this sequence.
+
+        are_new   whether each block was new to the cache, from index `first_block` of the table on
+
+        Each block counts once, also where the sequence loses it and computes it again.
+        """
+        cached, end_block = self.cached_tokens, first_block + len(are_new)
+        num_counted = max(self.num_counted_blocks, cached.total // block_size)
+        num_new = sum(are_new[max(0, num_counted - first_block) :])
+        if num_new:
+            written = cached.written + num_new * block_size
+            self.cached_tokens = cached._replace(written=written)
+        self.num_counted_blocks = max(num_counted, end_block)
 
     def create_delta(self, start: int, result: RowOutput, appended: AppendResult) -> Delta:
         """Return what the choice gained from a result whose tokens were appended.

@@ -231,7 +231,8 @@ def usage(
     """
     details: dict[str, Any] = {"cached_tokens": cached_tokens.total}
     if cached_tokens.host or cached_tokens.disk:
-        details["cached_tokens_by_tier"] = cached_tokens._asdict()
+        device, host, disk, _ = cached_tokens
+        details["cached_tokens_by_tier"] = {"device": device, "host": host, "disk": disk}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -37,7 +37,8 @@ def check_messages(client: Anthropic) -> None:
     assert block.type == "text" and block.text == known.text, whole
     assert whole.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[known.finish_reason]
     usage = whole.usage
-    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == len(ids(HELLO_TEXT))
+    num_cached = (usage.cache_creation_input_tokens or 0) + (usage.cache_read_input_tokens or 0)
+    assert usage.input_tokens + num_cached == len(ids(HELLO_TEXT))
     assert usage.output_tokens == known.tokens
 
     counted = client.messages.count_tokens(model=MODEL, system=SYSTEM, messages=HELLO)

@@ -23,7 +23,7 @@ from forge.errors import (
     PolicyError,
 )
 from forge.policy import FCFS, Candidate, PolicyContext, Split
-from forge.request import Delta, FinishReason, SamplingParams
+from forge.request import CachedTokens, Delta, FinishReason, SamplingParams
 from forge.sampling import choice_seed, mix
 from forge.scheduler import MAX_PREEMPTIONS, Scheduler
 from forge.seam import (
@@ -908,7 +908,7 @@ def test_abort_between_chunks() -> None:
     s = scheduler(max_num_seqs=2, max_num_batched_tokens=4)
     s.add(request(0, prompt=range(10)))
     step(s)
-    assert s.abort(0) == [Delta(0, 0, finish=ABORT)]
+    assert s.abort(0) == [Delta(0, 0, finish=ABORT, cached_tokens=CachedTokens(written=4))]
     assert (s.pool.num_used_blocks, s.has_work, s.schedule()) == (0, False, None)
 
 
@@ -984,6 +984,49 @@ def test_a_prefix_computed_before_is_shared(prompt: Sequence[int], start: int) -
     assert plan.admitted == (Event(1, f"new, {start} tokens shared"),)
     assert s.num_cached_tokens == start
     assert plan.rows[1].new_blocks[: start // 4] == (0, 1)[: start // 4]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found", "written"),
+    [
+        pytest.param(range(10), 8, 0, id="the last block is not full"),
+        pytest.param(range(8), 4, 0, id="the block that it computes is there already"),
+        pytest.param(range(16), 8, 8, id="a longer prompt"),
+        pytest.param([*range(7), 99, 8], 4, 4, id="a change in the second block"),
+    ],
+)
+def test_blocks_of_a_prompt_that_are_new_to_the_cache_are_counted(
+    prompt: Sequence[int], found: int, written: int
+) -> None:
+    s = scheduler(block_size=4)
+    s.add(request(0, prompt=range(9), max_tokens=1))
+    (first,) = step(s)[1]
+    assert first.cached_tokens == CachedTokens(written=8)
+    s.add(request(1, prompt=prompt, max_tokens=5))
+    deltas = [delta for _ in range(5) for delta in step(s)[1]]
+    counts = CachedTokens(device=found, written=written)
+    assert [each.cached_tokens for each in deltas] == [CachedTokens()] * 4 + [counts], (
+        "blocks of the output do not count"
+    )
+
+
+def test_a_block_of_a_prompt_counts_once_where_it_is_found_lost_and_computed_again() -> None:
+    """The first chunk finds one block and computes one. After the loss both are computed."""
+    s = scheduler(block_size=4, max_num_batched_tokens=4, max_num_seqs=2)
+    s.add(request(0, prompt=range(4), max_tokens=1))
+    step(s)
+    s.add(request(1, prompt=range(17), max_tokens=1))
+    assert row_spans(step(s)[0]) == [(1, 4, 8)]
+    s.void("a step failed")
+    s.reset_prefix_cache()
+    deltas = [delta for _ in range(5) for delta in step(s)[1]]
+    assert [each.cached_tokens for each in deltas] == [CachedTokens(device=4, written=12)]
+
+
+def test_without_prefix_caching_no_block_is_written() -> None:
+    s = scheduler(enable_prefix_caching=False)
+    s.add(request(0, prompt=range(9), max_tokens=1))
+    assert step(s)[1][0].cached_tokens == CachedTokens()
 
 
 def test_a_prefix_outlives_the_request_that_computed_it() -> None:
@@ -1316,7 +1359,7 @@ def test_prompt_logprobs_of_a_prompt_alone_come_with_its_ending() -> None:
     scores = compute_expected(m, config(), new_request).prompt_logprobs
     assert len(scores) == 4
     assert s.commit(plan, m.forward(plan).result()) == [
-        Delta(0, 0, (), LENGTH, prompt_logprobs=scores)
+        Delta(0, 0, (), LENGTH, prompt_logprobs=scores, cached_tokens=CachedTokens(written=4))
     ]
 
 

@@ -54,14 +54,14 @@ def test_a_prefix_that_left_the_device_comes_from_host_memory() -> None:
     with LLM("hash", **HOST) as llm:
         texts, cached = zip(*serve(llm), strict=True)
         assert set(texts) == {expected_text()}
-        assert cached[:2] == (CachedTokens(), CachedTokens(device=12))
+        assert cached[:2] == (CachedTokens(written=12), CachedTokens(device=12))
         assert cached[2] == CachedTokens(host=12)
         assert llm.engine.scheduler.num_loaded_tokens == 12
 
 
 def test_without_host_memory_what_left_the_device_is_computed() -> None:
     with LLM("hash", **SMALL) as llm:
-        assert serve(llm)[2][1] == CachedTokens()
+        assert serve(llm)[2][1] == CachedTokens(written=12)
         assert llm.engine.config.host_tier is None
 
 
@@ -79,9 +79,9 @@ def test_another_model_finds_nothing_in_the_folder(tmp_path: Path) -> None:
     with LLM("hash", **files(tmp_path / "kv")) as llm:
         serve(llm)
     with LLM("hash:seed=1", **files(tmp_path / "kv")) as llm:
-        assert serve(llm)[0][1] == CachedTokens()
+        assert serve(llm)[0][1].total == 0
     with LLM("hash", **{**files(tmp_path / "kv"), "block_size": 2, "num_blocks": 64}) as llm:
-        assert serve(llm)[0][1] == CachedTokens()
+        assert serve(llm)[0][1].total == 0
 
 
 def test_recordings_replay_without_the_files(tmp_path: Path) -> None:
@@ -122,7 +122,8 @@ def test_a_request_that_is_preempted_counts_its_cached_tokens_once() -> None:
         deltas += stream
         assert scheduler.num_preemptions == 1
     assert [delta.cached_tokens.total for delta in deltas if delta.cached_tokens.total] == [12]
-    assert deltas[-1].cached_tokens == CachedTokens(device=12)
+    # 30 tokens: three blocks are the first prompt's, and four are new.
+    assert deltas[-1].cached_tokens == CachedTokens(device=12, written=16)
 
 
 @pytest.mark.parametrize(

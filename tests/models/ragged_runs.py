@@ -89,7 +89,7 @@ def run(model: str, requests: list[Request], seed: int = 0, **options: Any) -> R
                 output.tokens += delta.tokens
                 output.logprobs += delta.logprobs
                 output.prompt_logprobs += delta.prompt_logprobs
-                num_cached += sum(delta.cached_tokens)
+                num_cached += delta.cached_tokens.total
         scheduler = engine.scheduler
         assert scheduler.pool.num_free_blocks == config.num_blocks
         return Run(outputs, scheduler.num_preemptions, scheduler.num_accepted_tokens, num_cached)

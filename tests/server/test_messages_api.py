@@ -108,14 +108,20 @@ def stream(server: RunningServer, **fields: Any) -> list[dict[str, Any]]:
     return parse_events(answer.text)
 
 
+def num_prompt_tokens(usage: Mapping[str, int]) -> int:
+    """Return the tokens of the prompt: each is computed, computed and kept, or found."""
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    return sum(usage[name] for name in names)
+
+
 def without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without what differs between two equal ones."""
     blocks = [
         {key: value for key, value in block.items() if key != "id"} for block in message["content"]
     ]
     usage = message["usage"]
-    inputs = usage["input_tokens"] + usage["cache_read_input_tokens"]
-    return {**message, "id": "", "content": blocks, "usage": (inputs, usage["output_tokens"])}
+    counts = (num_prompt_tokens(usage), usage["output_tokens"])
+    return {**message, "id": "", "content": blocks, "usage": counts}
 
 
 def set_script(server: RunningServer, script: str, **fields: Any) -> dict[str, Any]:
@@ -152,9 +158,27 @@ def test_a_message_has_the_text_that_a_chat_of_the_same_messages_has(
         "max_tokens",
     )
     usage = message["usage"]
-    prompt_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
-    assert prompt_tokens == answer["usage"]["prompt_tokens"]
+    assert num_prompt_tokens(usage) == answer["usage"]["prompt_tokens"]
     assert usage["cache_read_input_tokens"] >= 16  # the chat has just computed them
+
+
+@pytest.mark.parametrize("num_more", [0, 3], ids=["a full last block", "a rest"])
+def test_tokens_of_a_prompt_are_read_from_the_cache_written_to_it_or_neither(
+    server: RunningServer, num_more: int
+) -> None:
+    """A block has four tokens, and a prompt computes one token at least."""
+    num_written = 48
+    fixed = len("user: \nassistant:")
+    text = "w" * (num_written + num_more - fixed)
+    fields = {"messages": [{"role": "user", "content": text}], "cache_salt": f"w{num_more}"}
+    kinds = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    first, again = (create(server, **fields)["usage"] for _ in range(2))
+    assert [first[kind] for kind in kinds] == [num_more, num_written, 0]
+    num_read = num_written if num_more else num_written - 4
+    assert [again[kind] for kind in kinds] == [num_written + num_more - num_read, 0, num_read]
+    start, *_, delta, _ = stream(server, **fields)
+    assert num_prompt_tokens(start["message"]["usage"]) == start["message"]["usage"]["input_tokens"]
+    assert num_prompt_tokens(delta["usage"]) == num_written + num_more
 
 
 @pytest.mark.parametrize(
@@ -383,7 +407,7 @@ def test_the_count_of_tokens_is_that_of_the_message(scripted_server: RunningServ
         body = {"model": "hash", "messages": USER, **fields}
         counted = scripted_server.post(COUNT_PATH, **body).json()
         usage = create(scripted_server, **fields)["usage"]
-        assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+        assert counted == {"input_tokens": num_prompt_tokens(usage)}
 
 
 # Keys and errors.
@@ -488,7 +512,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 5000}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
-    ({"model": None}, "model"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": {}}, "messages"),

@@ -161,11 +161,11 @@ class MessageOutput:
 
     def _usage(self) -> dict[str, Any]:
         """Count tokens so far. In this API those of a cache are not among the input tokens."""
-        cached = self._items.cached_tokens.total
+        cached = self._items.cached_tokens
         return {
-            "input_tokens": self._num_prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
+            "input_tokens": self._num_prompt_tokens - cached.total - cached.written,
+            "cache_creation_input_tokens": cached.written,
+            "cache_read_input_tokens": cached.total,
             "output_tokens": self._items.num_tokens,
             "output_tokens_details": {"thinking_tokens": self._items.num_reasoning_tokens},
         }

@@ -142,7 +142,7 @@ class ResponseOutput:
             "input_tokens": self._num_prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": items.cached_tokens.total,
-                "cache_write_tokens": 0,
+                "cache_write_tokens": items.cached_tokens.written,
             },
             "output_tokens": items.num_tokens,
             "output_tokens_details": {"reasoning_tokens": items.num_reasoning_tokens},
