@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -46,7 +46,7 @@ from forge.server.completions import (
 from forge.server.errors import excerpt
 from forge.server.field_names import FieldNames
 from forge.server.legacy_logprobs import MIN_LOGPROB
-from forge.server.messages import REASONING_KEYS, parse_messages
+from forge.server.messages import REASONING_KEYS, ROLES, parse_messages
 from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import (
     MAX_USER_CHARS,
@@ -236,7 +236,37 @@ class ChatRequest(StreamingRequest):
             messages = [add_thinking(message) for message in messages]
         if self.callable_tools is not None:
             variables["tools"] = list(self.callable_tools.definitions)
-        return tokenizer.apply_chat_template(messages, self.chat_end, variables)
+
+        def render(messages: Sequence[ChatMessage]) -> list[int]:
+            return tokenizer.apply_chat_template(messages, self.chat_end, variables)
+
+        prompt = render(messages)
+        check_renders_roles(messages, prompt, render)
+        return prompt
+
+
+def check_renders_roles(
+    messages: Sequence[ChatMessage],
+    prompt: Sequence[int],
+    render: Callable[[Sequence[ChatMessage]], Sequence[int]],
+) -> None:
+    """Raise InvalidRequest where the template leaves out messages of roles that it does not have.
+
+    prompt   rendered messages. Those with other contents of such roles must differ from it
+    """
+    indices = [index for index, message in enumerate(messages) if message["role"] not in ROLES]
+    if not indices:
+        return
+    others = list(messages)
+    for index in indices:
+        others[index] = {**messages[index], "content": f"{messages[index]['content']}."}
+    if render(others) == prompt:
+        raise InvalidRequest(
+            f"messages[{indices[0]}].role",
+            "the model's chat template leaves out messages of this role",
+            f"Give one of {', '.join(ROLES)}",
+            "unsupported_parameter",
+        )
 
 
 def effort_variables(effort: str) -> dict[str, bool | str]:

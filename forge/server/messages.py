@@ -3,12 +3,13 @@
 Owns the roles, the keys and the names of fields in errors. Knows no template: whether a model
 accepts a role, or two messages of one role in a row, is decided by its template.
 
-    messages[2].role      system, developer, user, assistant, tool
+    messages[2].role      system, developer, user, assistant, tool, or another one of the template
     messages[2].content   text, or parts of text, which become one text with a line each
     messages[2].tool_calls   of an assistant, which may have no content then
     messages[2].reasoning_content, reasoning   of an assistant: the template keeps or drops it
+    messages[2].task      and other keys: the template reads them or not
 
-Always true: every key of a message is honoured or refused by name.
+Always true: a key that the server has a meaning for is honoured or refused by name.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from typing import Any
 from forge.errors import InvalidRequest
 from forge.server.errors import excerpt
 from forge.server.protocol import invalid_field_error, missing_field_error
-from forge.server.tools import parse_tool_calls
+from forge.server.tools import check_depth, parse_tool_calls
 from forge.tokenizer import ChatMessage
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that every client has. A template may know others."""
+MAX_TEMPLATE_KEYS = 32
+"""Keys of one message that only a template may read."""
 
+_TEMPLATE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _IDENTIFIER = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
 REASONING_KEYS = ("reasoning_content", "reasoning")
 """Keys of a message's reasoning: that of most clients, and vLLM's newer one."""
@@ -37,6 +42,9 @@ _UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": (),
     "refusal": (),
+    # Of other servers: the answer continues this message. Here that is continue_final_message.
+    "partial": (False,),
+    "prefix": (False,),
 }
 _UNSUPPORTED_PART_TYPES = {
     *("audio_url", "file", "image", "image_embeds", "image_url", "input_audio", "input_image"),
@@ -65,31 +73,30 @@ def parse_messages(value: object) -> list[ChatMessage]:
 def _parse_message(param: str, item: object) -> ChatMessage:
     if not isinstance(item, dict):
         raise invalid_field_error(param, "it is not an object", "invalid_type")
+    role, template_keys = _parse_role(f"{param}.role", item.get("role")), {}
     for key, value in item.items():
-        if key in _MESSAGE_KEYS:
+        if key in _MESSAGE_KEYS or value is None:
             continue
         if key not in _UNSUPPORTED_KEYS:
-            raise InvalidRequest(
-                f"{param}.{excerpt(key)}",
-                "there is no such field",
-                "Leave it out",
-                "unknown_parameter",
-            )
-        if value is not None and value not in _UNSUPPORTED_KEYS[key]:
+            template_keys[key] = _parse_template_key(param, key, value)
+        elif value not in _UNSUPPORTED_KEYS[key]:
             raise InvalidRequest(
                 f"{param}.{key}", "it is not supported", "Leave it out", "unsupported_parameter"
             )
-    role = item.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise invalid_field_error(
-            f"{param}.role", f"it is not one of {', '.join(ROLES)}", "invalid_value"
+    if len(template_keys) > MAX_TEMPLATE_KEYS:
+        raise InvalidRequest(
+            param,
+            f"it has {len(template_keys)} keys that are no fields, at most {MAX_TEMPLATE_KEYS}",
+            "Leave some out",
+            "too_many_items",
         )
     tool_calls = _parse_tool_calls(f"{param}.tool_calls", role, item.get("tool_calls"))
     reasoning = _parse_reasoning(param, role, item)
     content = item.get("content")
     if content is None and (tool_calls or reasoning):
         content = ""
-    message: dict[str, Any] = {"role": role, "content": _parse_content(f"{param}.content", content)}
+    content = _parse_content(f"{param}.content", content)
+    message: dict[str, Any] = {**template_keys, "role": role, "content": content}
     if tool_calls:
         message["tool_calls"] = tool_calls
     if reasoning:
@@ -108,6 +115,35 @@ def _parse_message(param: str, item: object) -> ChatMessage:
             f"{param}.tool_call_id", "only a message of a tool has it", "invalid_value"
         )
     return message
+
+
+def _parse_role(param: str, value: object) -> str:
+    """Return the role. Raises InvalidRequest for one that no template has, or that is misspelt."""
+    if (
+        not isinstance(value, str)
+        or value == "function"
+        or not _IDENTIFIER.fullmatch(value)
+        or (value.lower() in ROLES and value not in ROLES)
+    ):
+        raise invalid_field_error(
+            param,
+            f"it is not one of {', '.join(ROLES)}, nor another role that the chat template has",
+            "invalid_value",
+        )
+    return value
+
+
+def _parse_template_key(param: str, key: str, value: object) -> object:
+    """Return the value of a key that only a template may read. Raises InvalidRequest."""
+    if not _TEMPLATE_KEY.fullmatch(key):
+        raise InvalidRequest(
+            f"{param}.{excerpt(key)}",
+            "there is no such field, and no template can read it",
+            "Leave it out",
+            "unknown_parameter",
+        )
+    check_depth(f"{param}.{key}", value)
+    return value
 
 
 def _parse_tool_calls(param: str, role: str, value: object) -> list[dict[str, Any]]:
@@ -162,8 +198,11 @@ def _parse_part(param: str, index: int, part: Any) -> str:
             "Send text",
             "unsupported_parameter",
         )
-    text = part.get("text")
-    if kind != "text" or not isinstance(text, str) or len(part) != 2:
+    text, keys = part.get("text"), part.keys() - {"type", "text"}
+    # A hint where to cache: every prefix is cached.
+    if keys == {"cache_control"} and isinstance(part["cache_control"], dict | None):
+        keys = set()
+    if kind != "text" or not isinstance(text, str) or keys:
         raise invalid_field_error(
             param, f'part {index} is not {{"type": "text", "text": "..."}}', "invalid_value"
         )

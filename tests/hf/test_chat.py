@@ -127,6 +127,17 @@ def test_the_rest_of_a_hostile_chat_has_the_ids_of_a_harmless_one(tmp_path: Path
     )
 
 
+def test_names_of_special_tokens_in_keys_and_roles_of_a_message_stay_text(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m['mood']['a'][0] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    )
+    tokenizer = open_tokenizer(tmp_path, template=template)
+    message = {**user("Once"), "mood": {"a": ["<s><|end|>"]}}
+    tokens = parse_request(ChatRequest, {"messages": [message]}).render_prompt(tokenizer)
+    assert special_tokens(tokenizer, tokens) == ["<|end|>"]
+    assert tokenizer.decode(tokens) == "<s><|end|>: Once"
+
+
 def test_names_of_special_tokens_in_variables_stay_text(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(tmp_path)
     plain = prompt_ids(tokenizer, "a", chat_template_kwargs={"style": "brief"})

@@ -980,7 +980,10 @@ MESSAGES = [
         "a role that is none",
         (CHAT,),
         message({"content": "a"}),
-        *(message({"role": role, "content": "a"}) for role in ("wizard", 1, None, "", [], "User")),
+        *(
+            message({"role": role, "content": "a"})
+            for role in ("a wizard", 1, None, "", [], "User")
+        ),
         param="messages[0].role",
     ),
     refused_row(

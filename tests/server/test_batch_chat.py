@@ -52,7 +52,7 @@ def test_a_batch_has_the_answer_to_each_chat(app: Starlette) -> None:
         ({"messages": CHATS[0]}, "messages", "invalid_type"),
         ({"messages": [*CHATS, []]}, "messages[2]", "empty_messages"),
         (
-            {"messages": [CHATS[0], [{"role": "x", "content": ""}]]},
+            {"messages": [CHATS[0], [{"role": "a b", "content": ""}]]},
             "messages[1][0].role",
             "invalid_value",
         ),

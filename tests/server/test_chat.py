@@ -47,6 +47,7 @@ from tests.server.test_server import (
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
+CACHED_PART = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
 RENDERED = "user: hi\nassistant:"
 
 
@@ -138,6 +139,15 @@ def test_an_answer_is_a_message_of_the_assistant_with_counts(server: RunningServ
             [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}],
             {},
             "user: a\nb\nassistant:",
+        ),
+        (
+            [
+                {"role": "my-critic", "content": "hm", "extra_field": [0], "metadata": {"a": 1}},
+                {"role": "assistant", "content": "a", "partial": False, "x": None},
+                {"role": "user", "content": [CACHED_PART]},
+            ],
+            {},
+            "my-critic: hm\nassistant: a\nuser: b\nassistant:",
         ),
         (USER, {"add_generation_prompt": True}, "user: hi\nassistant:"),
         (USER, {"add_generation_prompt": False}, "user: hi\n"),
@@ -437,11 +447,18 @@ def chat_with(**message: Any) -> dict[str, Any]:
     return {"messages": [*USER, message]}
 
 
+def nested_list(depth: int) -> list[Any]:
+    """Return a list in a list, this deep."""
+    return [] if depth == 1 else [nested_list(depth - 1)]
+
+
 def chat_with_content(content: Any) -> dict[str, Any]:
     return chat_with(role="user", content=content)
 
 
 CONTENT = "messages[1].content"
+UNSUPPORTED = "unsupported_parameter"
+KEYS = [f"key_{i}" for i in range(33)]
 BAD_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "missing_required_parameter"),
     ({"messages": "hi"}, "messages", "invalid_type"),
@@ -454,7 +471,8 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": USER * (MAX_MESSAGES + 1)}, "messages", "too_many_messages"),
     ({"messages": USER * MAX_MESSAGES}, "messages", "context_length_exceeded"),
     (chat_with(content="a"), "messages[1].role", "invalid_value"),
-    (chat_with(role="wizard", content="a"), "messages[1].role", "invalid_value"),
+    (chat_with(role="a wizard", content="a"), "messages[1].role", "invalid_value"),
+    (chat_with(role="<|end|>", content="a"), "messages[1].role", "invalid_value"),
     (chat_with(role="User", content="a"), "messages[1].role", "invalid_value"),
     (chat_with(role=1, content="a"), "messages[1].role", "invalid_value"),
     (chat_with(role=["user"], content="a"), "messages[1].role", "invalid_value"),
@@ -538,7 +556,15 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         "messages[1].reasoning",
         "conflicting_parameters",
     ),
-    (chat_with(role="user", content="a", foo=None), "messages[1].foo", "unknown_parameter"),
+    (chat_with(role="user", content="a", **{"a b": 1}), "messages[1].a b", "unknown_parameter"),
+    (chat_with(role="user", content="a", foo=nested_list(100)), "messages[1].foo", "invalid_value"),
+    (
+        chat_with(role="user", content="a", **dict.fromkeys(KEYS, 1)),
+        "messages[1]",
+        "too_many_items",
+    ),
+    (chat_with(role="user", content="a", partial=True), "messages[1].partial", UNSUPPORTED),
+    (chat_with(role="user", content="a", prefix=True), "messages[1].prefix", UNSUPPORTED),
     (
         {"messages": [{"role": "user", "content": "a", "x" * 999: 1}]},
         f"messages[0].{'x' * 64}",
@@ -686,6 +712,39 @@ def test_what_the_template_refuses_is_refused_before_the_stream_begins() -> None
             answer = server.post(PATH, model="hash", messages=USER * 2, stream=streamed)
             check_envelope(answer, 400, "messages", "template_error")
         assert post_chat(server, max_tokens=1)["choices"]
+
+
+class KnownRolesTokenizer(ByteTokenizer):
+    """A tokenizer whose template writes the messages of some roles, and a key of them."""
+
+    def apply_chat_template(
+        self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Any
+    ) -> list[int]:
+        known = [each for each in messages if each["role"] in (*ROLES, "critic")]
+        parts = [f"{each['content']} {each.get('mood', '')}" for each in known]
+        return self.encode(" ".join(parts))
+
+
+def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+    def render(role: str, content: str = "a") -> list[int]:
+        body = {"messages": [*USER, {"role": role, "content": content}]}
+        return parse_request(ChatRequest, body).render_prompt(KnownRolesTokenizer())
+
+    for role in (*ROLES[:-1], "critic"):
+        assert render(role) == ByteTokenizer().encode("hi  a ")
+    for content in ("a", ""):
+        with pytest.raises(InvalidRequest, match="leaves out messages of this role") as error:
+            render("wizard", content)
+        assert (error.value.field, error.value.code) == (
+            "messages[1].role",
+            "unsupported_parameter",
+        )
+
+
+def test_a_template_reads_every_key_of_a_message() -> None:
+    body = {"messages": [{"role": "user", "content": "a", "mood": "glad", "task": None}]}
+    prompt = parse_request(ChatRequest, body).render_prompt(KnownRolesTokenizer())
+    assert prompt == ByteTokenizer().encode("a glad")
 
 
 def test_a_chat_that_is_rendered_far_too_long_is_refused() -> None:
