@@ -162,7 +162,7 @@ def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise InvalidRequest(
                 field,
-                f"{token!r} is out of vocabulary: it is not a token id below {vocab_size}",
+                f"Token ID {token!r} is out of vocabulary: ids are from 0 to {vocab_size - 1}",
                 "Give ids of this model's vocabulary",
                 "token_out_of_range",
             )

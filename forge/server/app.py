@@ -6,6 +6,7 @@ exceptions; errors.EXCEPTION_HANDLERS makes each a response.
                                    ├─ POST /v1/chat/complet…┤
                                    ├─ /v1/responses, ...    ┤     responses_api/
                                    ├─ /v1/messages, ...     ┤     messages_api/
+                                   ├─ POST /v1/score ───────┤     score.py
                                    ├─ POST /generate ───────┼─► AsyncLLM ──► one engine
                                    ├─ GET  /v1/models[/NAME]│
                                    ├─ DELETE /v1/sessions/ID┤     sessions.py
@@ -66,6 +67,7 @@ from forge.server.protocol import NamedPrompt, parse_request
 from forge.server.request_defaults import NO_DEFAULTS, RequestDefaults
 from forge.server.request_head import RequestHead
 from forge.server.responses_api.endpoints import ResponsesEndpoints
+from forge.server.score import ScoreEndpoints
 from forge.server.served_model import ServedModel
 from forge.server.sessions import SessionEndpoints
 from forge.server.sse import comment_ping, encode_event
@@ -153,6 +155,7 @@ def create_app(
             *(HomeEndpoint(served_model.name) if film is None else film).routes(),
             *ResponsesEndpoints(queue, served_model, formats, tenants.count).routes(),
             *MessagesEndpoints(queue, served_model, formats).routes(),
+            *ScoreEndpoints(queue, served_model).routes(),
             *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
             *TokenizationEndpoints(llm, served_model).routes(),

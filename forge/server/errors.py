@@ -6,7 +6,8 @@ is an InvalidRequest, here as in the engine. Any other refusal is an APIError.
     {"error": {"message": "temperature: 9.0 is not a number from 0 to 2. Give a value in range",
                "type": "invalid_request_error", "param": "temperature", "code": "invalid_value"}}
 
-Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type", "message"}}.
+Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type", "message"}}. That
+of /v1/score is SGLang's: {"object": "error", "type", "message", "param", "code"}.
 
 Always true: a message has at most 512 characters, all printable ASCII. Text of a client in it is
 escaped and cut. The cause of an internal error is logged and not sent.
@@ -38,6 +39,7 @@ ANTHROPIC_ERROR_TYPES = {
     504: "timeout_error",
 }
 """Error types of Anthropic's API by status, other than api_error and invalid_request_error."""
+SCORE_PATH = "/v1/score"
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 """Error types by status, other than server_error and invalid_request_error."""
 
@@ -94,6 +96,17 @@ def anthropic_envelope(error: APIError, request_id: str | None) -> dict[str, obj
         "type": "error",
         "error": {"type": error_type, "message": _printable(error.message)},
         "request_id": request_id,
+    }
+
+
+def score_envelope(error: APIError) -> dict[str, object]:
+    """Return the JSON body of an error of /v1/score. Its code is the status, as in SGLang."""
+    return {
+        "object": "error",
+        "message": _printable(error.message),
+        "type": "InternalServerError" if error.status >= 500 else "BadRequestError",
+        "param": error.param,
+        "code": error.status,
     }
 
 
@@ -250,6 +263,8 @@ def create_error_response(error: APIError, scope: Scope) -> Response:
     body = error.envelope
     if is_anthropic_path(scope["path"]):
         body = anthropic_envelope(error, scope.get("state", {}).get("request_id"))
+    elif scope["path"] == SCORE_PATH:
+        body = score_envelope(error)
     return JSONResponse(body, error.status, error.headers)
 
 

@@ -23,7 +23,7 @@ from forge import __version__
 from forge.server.batch_chat import BatchChatRequest
 from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest, GenerateRequest
-from forge.server.errors import is_anthropic_path
+from forge.server.errors import SCORE_PATH, is_anthropic_path
 from forge.server.json_schema import (
     BOOLEAN,
     COUNT,
@@ -43,6 +43,7 @@ from forge.server.protocol import SESSION_ID, RequestBody
 from forge.server.request_head import SESSION_HEADER
 from forge.server.responses_api.request import ResponsesRequest
 from forge.server.responses_api.schemas import DELETED, INPUT_ITEMS, RESPONSE
+from forge.server.score import ScoreRequest
 from forge.server.timings import METRICS, TIMINGS
 from forge.server.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -55,6 +56,7 @@ REQUEST_MODELS: dict[str, type[RequestBody]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/generate": GenerateRequest,
+    SCORE_PATH: ScoreRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/resize_kv_cache": ResizeRequest,
@@ -74,6 +76,7 @@ SUMMARIES = {
     "/v1/messages": "A message, or a stream of its events, in Anthropic's API",
     "/v1/messages/count_tokens": "Tokens of the prompt of a message",
     "/generate": "A completion with its token ids",
+    SCORE_PATH: "How likely tokens are to follow texts",
     "/v1/models": "The model of this server, in a list",
     "/v1/models/{name}": "The model of this name",
     "/v1/sessions/{id}": "End a session of this key's tenant",
@@ -102,6 +105,7 @@ REQUIRED = {
     "/v1/messages": ("max_tokens", "messages"),
     "/v1/messages/count_tokens": ("messages",),
     "/generate": ("prompt",),
+    SCORE_PATH: ("query", "items", "label_token_ids"),
     "/tokenize": (),  # a prompt, or the messages of a chat
     "/detokenize": ("tokens",),
     "/resize_kv_cache": ("num_blocks",),
@@ -118,7 +122,7 @@ STREAMING_PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/invocations"),
     *("/v1/responses", "/v1/messages"),
 )
-GENERATION_PATHS = (*STREAMING_PATHS, "/generate", "/v1/chat/completions/batch")
+GENERATION_PATHS = (*STREAMING_PATHS, "/generate", SCORE_PATH, "/v1/chat/completions/batch")
 PROBE_PATHS = ("/health", "/ping")
 EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache", "/resize_kv_cache")
 
@@ -230,6 +234,12 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
         **WEIGHTS,
         **TIMINGS,
     ),
+    SCORE_PATH: object_schema(
+        object={"const": "scoring"},
+        model=STRING,
+        scores=list_schema(list_schema({"type": "number", "minimum": 0, "maximum": 1})),
+        usage=_USAGE,
+    ),
     "/v1/responses": RESPONSE,
     "/v1/responses/{id}": {"anyOf": [RESPONSE, DELETED]},
     "/v1/responses/{id}/cancel": RESPONSE,
@@ -325,10 +335,23 @@ ERROR_SCHEMA = {
     },
 }
 
+SCORE_ERROR_SCHEMA = {
+    **object_schema(
+        object={"const": "error"},
+        message={"type": "string", "maxLength": 512},
+        type={"enum": ["BadRequestError", "InternalServerError"]},
+        param=or_null(STRING),
+        code=COUNT,
+    ),
+    "description": f"Body of every response of {SCORE_PATH} that is not a success.",
+}
+
 
 def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Return the OpenAPI document of these routes."""
-    schemas: dict[str, Any] = {"Error": ERROR_SCHEMA, "MessagesError": MESSAGES_ERROR}
+    schemas: dict[str, Any] = {
+        **{"Error": ERROR_SCHEMA, "MessagesError": MESSAGES_ERROR, "ScoreError": SCORE_ERROR_SCHEMA}
+    }
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema:
@@ -387,6 +410,8 @@ def _success_response(path: str) -> dict[str, Any]:
 def _error_responses(path: str, method: str) -> dict[str, Any]:
     """Return the description of each error status of a method of a path."""
     name = "MessagesError" if is_anthropic_path(path) else "Error"
+    if path == SCORE_PATH:
+        name = "ScoreError"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     statuses = _ANY_REQUEST_ERRORS | (_BODY_ERRORS if path in REQUEST_MODELS else set())
     if method not in SAFE_METHODS:

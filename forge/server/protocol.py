@@ -94,6 +94,7 @@ MAX_ITEMS = {
     "allowed_token_ids": MAX_LISTED_IDS,
     "stop_token_ids": MAX_LISTED_IDS,
     "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
+    "label_token_ids": MAX_LOGPROB_TOKEN_IDS,
     "stop": MAX_STOP_STRINGS,
     "stream_options": MAX_METADATA,
     "metadata": MAX_METADATA,

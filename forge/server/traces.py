@@ -25,6 +25,7 @@ from forge.server.request_head import IS_TRACED
 OPERATIONS = {
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
+    "/v1/score": "text_completion",
     "/v1/chat/completions": "chat",
     "/v1/chat/completions/batch": "chat",
     "/invocations": "chat",

@@ -22,6 +22,7 @@ from tests.server.good_bodies import (
     OPERATOR_ROUTES,
     RESIZES,
     RESPONSES,
+    SCORE,
 )
 from tests.server.http_wire import (
     HOST,
@@ -86,8 +87,8 @@ class BodyFuzzReport:
         if problem is not None:
             self.faults.append(f"{name}: {answer.status} {problem}: {answer.body[:200]!r}")
         elif answer.status != 200:
-            error = answer.json["error"]
-            self.codes[error.get("code", error["type"])] += 1
+            error = answer.json.get("error", answer.json)
+            self.codes[str(error.get("code", error["type"]))] += 1
 
 
 async def run_fuzz(
@@ -184,6 +185,8 @@ def find_fault(path: str, answer: WireResponse, refusals: set[int]) -> str | Non
         return "a status that no body may cause"
     if path.startswith(ANTHROPIC):
         return _find_anthropic_fault(found)
+    if path == SCORE:
+        return _find_score_fault(found)
     return _find_envelope_fault(found)
 
 
@@ -213,6 +216,15 @@ def _find_anthropic_fault(found: Any) -> str | None:
         return "a message that is none"
     has_kind = error["type"] in ("invalid_request_error", "not_found_error", "request_too_large")
     return None if has_kind else "a type or code that is none"
+
+
+def _find_score_fault(found: Any) -> str | None:
+    if not isinstance(found, dict) or list(found) != ["object", "message", "type", "param", "code"]:
+        return "no envelope"
+    if not _is_message(found["message"]):
+        return "a message that is none"
+    has_kind = (found["object"], found["type"]) == ("error", "BadRequestError")
+    return None if has_kind and type(found["code"]) is int else "a type or code that is none"
 
 
 def _find_envelope_fault(found: Any) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
-RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
+RESPONSES, ANTHROPIC, SCORE = "/v1/responses", "/v1/messages", "/v1/score"
 COUNT_TOKENS = f"{ANTHROPIC}/count_tokens"
 NUM_BLOCKS = 1024
 """Blocks of the server that is sent these bodies."""
@@ -201,6 +201,10 @@ GOOD: dict[str, dict[str, Any]] = {
     RESPONSES: RESPONSES_FIELDS,
     ANTHROPIC: ANTHROPIC_FIELDS,
     COUNT_TOKENS: ANTHROPIC_FIELDS,
+    SCORE: {
+        **{"model": "hash", "query": "ab", "items": ["c", "d"], "label_token_ids": [98, 99]},
+        **{"apply_softmax": True, "item_first": True, "priority": 1, "cache_salt": "salt"},
+    },
     "/tokenize": {"model": "hash", "prompt": "abc", "add_special_tokens": True},
     "/detokenize": {"model": "hash", "tokens": [98, 99, 100]},
     "/admin/weights": {"files": ["model.safetensors"], "weight_version": "v"},
@@ -212,7 +216,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 CLIENT_ROUTES = {
     **{COMPLETIONS: 4, CHAT: 4, GENERATE: 3, RESPONSES: 4, ANTHROPIC: 4, COUNT_TOKENS: 1},
-    **{"/tokenize": 1, "/detokenize": 1},
+    **{SCORE: 2, "/tokenize": 1, "/detokenize": 1},
 }
 """Routes of clients, and how often each is drawn."""
 OPERATOR_ROUTES = {

@@ -63,6 +63,7 @@ REQUESTS: list[tuple[str, dict[str, Any] | None]] = [
     *(("/v1/completions", {"model": "hash", "prompt": "a", **each}) for each in STRUCTURED),
     *(("/v1/chat/completions", {"model": "hash", "messages": USER, **e}) for e in STRUCTURED),
     *(("/generate", {"prompt": "a", **each}) for each in STRUCTURED),
+    ("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [98, 99]}),
     ("/tokenize", {"prompt": "a"}),
     ("/detokenize", {"tokens": [98]}),
     ("/v1/models", None),

@@ -588,7 +588,8 @@ def test_a_body_is_described_field_by_field(app: Starlette, path: str) -> None:
     assert set(schema["required"]) <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
     with_all = dict.fromkeys(schema["properties"])
-    missing = asyncio.run(call_app(app, "POST", path, with_all)).json()["error"]
+    missing = asyncio.run(call_app(app, "POST", path, with_all)).json()
+    missing = missing.get("error", missing)
     field = missing["message"].partition(":")[0]
     assert missing.get("param", field) == field
     assert field in schema["required"] or (path, field) == ("/tokenize", "prompt")

@@ -170,9 +170,13 @@ def check_envelope(answer: httpx.Response, status: int, param: str | None, code:
     """Check that the response is this error, in the shape of all errors and without internals."""
     found = answer.json()
     assert answer.status_code == status, answer.text[:400]
-    error = found["error"]
+    error = found.get("error", found)
     message = error["message"]
-    if "type" in found:  # of Anthropic's API: the message begins with the field
+    if "object" in found:  # of SGLang's API: its code is the status
+        assert list(found) == ["object", "message", "type", "param", "code"]
+        kind = "InternalServerError" if status >= 500 else "BadRequestError"
+        assert list(found.values()) == ["error", message, kind, param, status]
+    elif "type" in found:  # of Anthropic's API: the message begins with the field
         assert (list(found), found["type"]) == (["type", "error", "request_id"], "error")
         assert list(error) == ["type", "message"] and found["request_id"]
         assert param is None or message.startswith(f"{param}: "), (param, message)
