@@ -474,7 +474,7 @@ class ChatCompletionResponse:
         deltas = chat_choice.encode_deltas(delta)
         if delta.finish_reason is not None:
             finish = f'"{chat_choice.finish_reason(delta.finish_reason)}"{weights_text(delta)}'
-        *first, last = deltas or ["{}"]
+        *first, last = deltas or [chat_choice.empty_delta]
         chunks += [self._chunk(delta.choice, piece, "null", "null") for piece in first]
         if self._returns_ids:
             finish += f',"token_ids":{json.dumps(delta.token_ids, separators=(",", ":"))}'

@@ -6,6 +6,9 @@ Owns the text, the calls and the finish reason of a choice. Knows no logprobs an
                                          TextPiece        content
                                          CallStart        tool_calls[i]: id, type, name
                                          ArgumentsPiece   tool_calls[i]: more of the arguments
+
+Always true: each delta has the key reasoning_content, unless the request leaves the reasoning out.
+Clients of SGLang and of DeepSeek read it without a check.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class ChatChoice:
         self._parser = parser
         self._reasoning_keys = reasoning_keys
         self._call_format = call_format
+        self._no_reasoning = ',"reasoning_content":null' if reasoning_keys else ""
         self._call_finish_reason = "stop" if tools is None else tools.finish_reason
         # OpenAI's content is null, not "", in a message that only calls tools.
         self._empty_content = "" if tools is None else None
@@ -75,8 +79,7 @@ class ChatChoice:
                     calls[-1]["function"]["arguments"] += piece
         content = "".join(texts) or self._empty_content
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message |= dict.fromkeys(self._reasoning_keys, "".join(reasoning))
+        message |= dict.fromkeys(self._reasoning_keys, "".join(reasoning) or None)
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, engine_reason: str | None) -> str | None:
@@ -91,7 +94,13 @@ class ChatChoice:
     @property
     def role_delta(self) -> str:
         """JSON of the first delta, which has the role."""
-        return f'{{"role":"assistant","content":{json.dumps(self._empty_content)}}}'
+        content = json.dumps(self._empty_content)
+        return f'{{"role":"assistant","content":{content}{self._no_reasoning}}}'
+
+    @property
+    def empty_delta(self) -> str:
+        """JSON of a delta without text and call."""
+        return f"{{{self._no_reasoning[1:]}}}"
 
     def encode_deltas(self, delta: TextDelta) -> list[str]:
         """Return the JSON of a delta for each piece that is certain now.
@@ -111,7 +120,7 @@ class ChatChoice:
             index += isinstance(event, CallStart)
             deltas.append(self._encode_event(index, event))
         if not deltas and self._empty_content is not None and not is_last:
-            deltas.append('{"content":""}')
+            deltas.append(f'{{"content":""{self._no_reasoning}}}')
         return deltas
 
     def _encode_event(self, index: int, event: OutputEvent) -> str:
@@ -119,12 +128,13 @@ class ChatChoice:
             case ReasoningPiece(text):
                 return json.dumps(dict.fromkeys(self._reasoning_keys, text), separators=(",", ":"))
             case TextPiece(text):
-                return f'{{"content":{json.dumps(text)}}}'
+                return f'{{"content":{json.dumps(text)}{self._no_reasoning}}}'
             case CallStart(name):
                 call = {"index": index, **self._create_call(name)}
             case ArgumentsPiece(text):
                 call = {"index": index, "function": {"arguments": text}}
-        return f'{{"tool_calls":[{json.dumps(call, separators=(",", ":"))}]}}'
+        calls = json.dumps(call, separators=(",", ":"))
+        return f'{{"tool_calls":[{calls}]{self._no_reasoning}}}'
 
     def _create_call(self, name: str) -> dict[str, Any]:
         """Return a call of this tool with a new id and no arguments."""

@@ -187,8 +187,8 @@ _TOOL_CALL = object_schema(
 _MESSAGE = with_optional(
     object_schema(role={"const": "assistant"}, content=or_null(STRING), refusal={"type": "null"}),
     tool_calls={**list_schema(_TOOL_CALL), "minItems": 1},
-    reasoning_content=STRING,
-    reasoning=STRING,
+    reasoning_content=or_null(STRING),
+    reasoning=or_null(STRING),
 )
 
 

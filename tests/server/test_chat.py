@@ -26,6 +26,7 @@ from forge.server.messages import MAX_MESSAGES, ROLES
 from forge.server.protocol import parse_request
 from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, ChatMessage
 from tests.server.test_server import (
+    ANSWER,
     BAD_BODIES,
     BAD_IN_BOTH,
     EDGES,
@@ -110,7 +111,7 @@ def test_an_answer_is_a_message_of_the_assistant_with_counts(server: RunningServ
     assert len(text) == 5
     assert choice == {
         "index": 0,
-        "message": {"role": "assistant", "refusal": None},
+        "message": ANSWER,
         "logprobs": None,
         "finish_reason": "length",
         "token_ids": None,
@@ -323,9 +324,11 @@ def test_a_stream_has_the_content_of_the_whole_answer(
     assert (label[:9], kind, model) == ("chatcmpl-", "chat.completion.chunk", "hash")
     for choice in whole["choices"]:
         first, *rest = choice_parts(chunks, choice["index"])
-        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert first["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
         assert first["logprobs"] is None and first["finish_reason"] is None
         assert all("role" not in part["delta"] for part in rest)
+        # Clients of SGLang and DeepSeek read it without a check.
+        assert all(part["delta"]["reasoning_content"] is None for part in rest)
         assert text_of(rest) == choice["message"]["content"]
         ends = [part["finish_reason"] for part in rest]
         assert ends == [None] * (len(rest) - 1) + [choice["finish_reason"]]
@@ -351,7 +354,9 @@ def test_a_token_without_certain_text_is_a_delta_without_text() -> None:
     body = parse_request(ChatRequest, {"messages": USER})
     tokenizer = ByteTokenizer()
     answer = create_chat_choice(body, [1], tokenizer, find_chat_formats(tokenizer))
-    assert answer.encode_deltas(TextDelta(0, "", (196,))) == ['{"content":""}']
+    assert answer.encode_deltas(TextDelta(0, "", (196,))) == [
+        '{"content":"","reasoning_content":null}'
+    ]
     assert answer.encode_deltas(TextDelta(0, "", (1,), "stop")) == []
 
 

@@ -16,7 +16,7 @@ from forge.server.openapi import (
     STREAMING_PATHS,
 )
 from tests.server.local_server import create_client
-from tests.server.test_server import RunningServer, open_server
+from tests.server.test_server import ANSWER, RunningServer, open_server
 from tests.server.test_tools import NAMED, NOW, ROME, open_scripted_server, set_script
 
 USER = [{"role": "user", "content": "a"}]
@@ -209,7 +209,7 @@ def test_an_answer_that_could_call_and_does_not_is_as_it_is_described(
         "/v1/chat/completions", **set_script(scripted_server, "No", tool_choice="auto")
     )
     (choice,) = answer.json()["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "No", "refusal": None}
+    assert choice["message"] == {**ANSWER, "content": "No"}
     schema = answer_schema(document, "/v1/chat/completions", "post")
     assert list(find_faults(schema, answer.json())) == []
 

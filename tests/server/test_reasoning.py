@@ -16,7 +16,7 @@ from forge.reasoning_counter import ReasoningCounter
 from forge.request import Reasoning
 from forge.server.chat import ChatRequest, effort_variables
 from forge.server.chat_formats import find_chat_formats
-from forge.server.messages import parse_messages
+from forge.server.messages import REASONING_KEYS, parse_messages
 from forge.server.output_events import OutputEvent, ReasoningPiece, TextPiece, merge_events
 from forge.server.protocol import parse_request
 from forge.server.reasoning import (
@@ -28,7 +28,7 @@ from forge.server.reasoning import (
     find_reasoning_format,
 )
 from forge.tokenizer import ByteTokenizer
-from tests.server.test_server import RunningServer, open_server
+from tests.server.test_server import ANSWER, RunningServer, open_server
 from tests.server.test_tools import (
     ROME,
     ScriptedHashModel,
@@ -234,14 +234,15 @@ def test_reasoning_is_left_out_where_that_is_requested(server: RunningServer) ->
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
     (parts,) = stream_choices(server, **body).values()
     assert (reasoning_of(parts), message_of(parts)["content"]) == ("", "So.")
-    assert all("reasoning" not in part["delta"] for part in parts)
+    deltas = [part["delta"] for part in parts]
+    assert all(delta.keys().isdisjoint(REASONING_KEYS) for delta in deltas)
 
 
-def test_a_chat_without_reasoning_has_no_key_of_it(server: RunningServer) -> None:
+def test_the_reasoning_of_a_chat_without_any_is_null(server: RunningServer) -> None:
     body = set_script(server, "So.", tools=None)
     answer = server.post(PATH, **body).json()
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "So.", "refusal": None}
+    assert choice["message"] == {**ANSWER, "content": "So."}
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 

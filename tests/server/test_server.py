@@ -166,6 +166,10 @@ def choice_texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
     return texts
 
 
+ANSWER = {"role": "assistant", "refusal": None, "reasoning_content": None, "reasoning": None}
+"""A message without reasoning, before its content."""
+
+
 def check_envelope(answer: httpx.Response, status: int, param: str | None, code: str) -> None:
     """Check that the response is this error, in the shape of all errors and without internals."""
     found = answer.json()

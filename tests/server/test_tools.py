@@ -43,6 +43,7 @@ from forge.server.tools import (
 from forge.structured_output import LLGuidanceBackend
 from forge.tokenizer import ByteTokenizer
 from tests.server.test_server import (
+    ANSWER,
     RunningServer,
     assert_no_step,
     check_envelope,
@@ -162,7 +163,7 @@ def message_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             else:
                 assert call["index"] == len(calls) - 1
                 calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    message = {"role": "assistant", "content": content, "refusal": None}
+    message = {**ANSWER, "content": content}
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -211,6 +212,7 @@ def test_an_answer_is_text_and_calls_and_a_stream_has_the_same(
     message = choice["message"]
     assert (message["content"], choice["finish_reason"]) == (content, finish)
     assert without_ids(message_of(parts)) == without_ids(message)
+    assert all(part["delta"]["reasoning_content"] is None for part in parts)
     assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [finish]
     found = calls_of(message)
     if calls is not None:
@@ -288,7 +290,7 @@ def test_what_is_cut_before_the_first_arguments_is_text(scripted_server: Running
     limit = ROME.index("weather") + 3
     body = set_script(scripted_server, ROME, max_tokens=limit)
     (choice,) = choices(scripted_server, **body)
-    assert choice["message"] == {"role": "assistant", "content": ROME[:limit], "refusal": None}
+    assert choice["message"] == {**ANSWER, "content": ROME[:limit]}
     assert choice["finish_reason"] == "length"
 
 
@@ -310,7 +312,8 @@ def test_arguments_grow_in_a_stream() -> None:
         for call in part["delta"].get("tool_calls", ())
     ]
     assert pieces[0] == "" and len(pieces) > 6 and "".join(pieces) == '{"city": "Rome"}'
-    assert parts[0]["delta"] == {"role": "assistant", "content": None}
+    first = {"role": "assistant", "content": None, "reasoning_content": None}
+    assert parts[0]["delta"] == first
 
 
 def test_logprobs_of_calls_have_an_entry_for_each_token(scripted_server: RunningServer) -> None:
