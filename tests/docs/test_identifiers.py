@@ -40,7 +40,9 @@ FOREIGN = {
     "Kubernetes": "preStop",
     "browsers": "EventSource",
     "HuggingFace": "Qwen/Qwen3-0.6B models/Qwen3-0.6B",
-    "LiteLLM": "anthropic/hash hosted_vllm/hash openai/hash text-completion-openai/hash",
+    "LiteLLM": "anthropic/hash hosted_vllm/hash openai/hash provider_specific_fields "
+    "text-completion-openai/hash",
+    "OpenRouter": "reasoning_details",
     "instructor": "MD_JSON create_iterable",
     "openai-agents": "ModelBehaviorError",
     "vLLM": "wake_up tests/tool_use",
