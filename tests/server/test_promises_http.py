@@ -506,8 +506,11 @@ CHUNKS = {"/v1/completions": "Completion", "/v1/chat/completions": "chat.ChatCom
 """The official types: names in `openai.types`."""
 
 
-VLLM_NULLS = {"prompt_token_ids": None, "prompt_logprobs": None, "token_ids": None}
-"""Fields of vLLM, which are null in a whole response that has none of them."""
+VLLM_NULLS = {
+    **{"prompt_token_ids": None, "prompt_logprobs": None, "token_ids": None},
+    **{"reasoning_content": None, "reasoning": None},
+}
+"""Fields of vLLM, which are null in a response that has none of them."""
 
 
 def unknown_fields(value: object) -> list[str]:
