@@ -63,8 +63,8 @@ def num_tokens(path: str, body: dict[str, Any]) -> tuple[int, int, int]:
     """Return prompt tokens that were computed and cached, and output tokens, by the usage."""
     usage = body["usage"]
     if path == "/v1/messages":
-        cached = usage["cache_read_input_tokens"]
-        return usage["input_tokens"], cached, usage["output_tokens"]
+        computed = usage["input_tokens"] + usage["cache_creation_input_tokens"]
+        return computed, usage["cache_read_input_tokens"], usage["output_tokens"]
     name = "input" if path == "/v1/responses" else "prompt"
     cached = usage[f"{name}_tokens_details"]["cached_tokens"]
     output = usage["output_tokens" if name == "input" else "completion_tokens"]

@@ -242,6 +242,10 @@ def read_response(body: dict[str, Any]) -> Answer:
     return Answer(tuple(texts), tuple(calls), (f"{body['status']}: {reason}",), *tokens)
 
 
+MESSAGE_INPUTS = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+"""Counts of a message's usage that make up its prompt."""
+
+
 def read_message(body: dict[str, Any]) -> Answer:
     """Return the answer of a whole message."""
     blocks, usage = body["content"], body["usage"]
@@ -253,7 +257,7 @@ def read_message(body: dict[str, Any]) -> Answer:
             if block["type"] == "tool_use"
         ),
         (body["stop_reason"],),
-        usage["input_tokens"] + usage["cache_read_input_tokens"],
+        sum(usage[name] for name in MESSAGE_INPUTS),
         usage["output_tokens"],
     )
 

@@ -61,7 +61,10 @@ RESPONSE: dict[str, Any] = {
 }
 DELTA = {"type": "response.output_text.delta", "sequence_number": 0, "delta": "a"}
 COMPLETED = {"type": "response.completed", "sequence_number": 1, "response": RESPONSE}
-MESSAGE_USAGE = {"input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 1}
+MESSAGE_USAGE = {
+    **{"input_tokens": 1, "cache_creation_input_tokens": 1, "cache_read_input_tokens": 1},
+    **{"output_tokens": 1},
+}
 MESSAGE_EVENTS: list[dict[str, Any]] = [
     {"type": "message_start", "message": {"id": "m"}},
     {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
