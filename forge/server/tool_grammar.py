@@ -45,8 +45,10 @@ class TerminalWriter:
         return self._special_names.search(text) is not None
 
 
-def write_json_rule(schema: Mapping[str, object]) -> str:
-    """Return the right side of a rule for JSON that the schema allows."""
+def write_json_rule(schema: Mapping[str, object] | bool) -> str:
+    """Return the right side of a rule for JSON that the schema allows: any for `true`."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_SPACING})}"
 
 

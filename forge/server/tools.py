@@ -82,9 +82,30 @@ class ToolSet(NamedTuple):
                 self.callable_tools,
                 self.min_calls,
                 self.max_calls,
-                "" if answer is None else _answer_rule(answer, call_format),
+                "" if answer is None else self._answer_rule(answer, call_format),
             )
         )
+
+    def _answer_rule(self, answer: NamedStructure, call_format: CallFormat) -> str:
+        """Return the right side of a rule for an answer without calls. Raises InvalidRequest."""
+        kind, text, _ = answer.structure
+        problem = None
+        if kind is StructureKind.GRAMMAR:
+            problem = "a grammar and tools together are not supported"
+        elif isinstance(call_format, ToolCallFormat) and not (
+            call_format.trigger or self.min_calls
+        ):
+            problem = "the model's calls look like other structured answers"
+        if problem is not None:
+            raise InvalidRequest(
+                answer.field,
+                problem,
+                'Set tool_choice to "none", or leave one of them out',
+                "conflicting_parameters",
+            )
+        if kind is StructureKind.REGEX:
+            return write_regex_rule(text)
+        return write_json_rule(json.loads(text))
 
     def _check_parameters(self, call_format: CallFormat) -> None:
         if isinstance(call_format, HarmonyFormat) or call_format.parameters is None:
@@ -95,26 +116,6 @@ class ToolSet(NamedTuple):
                 raise InvalidRequest(
                     f"{field_path}.parameters", problem, "Simplify it", "invalid_schema"
                 )
-
-
-def _answer_rule(answer: NamedStructure, call_format: CallFormat) -> str:
-    """Return the right side of a rule for an answer without calls. Raises InvalidRequest."""
-    kind, text, _ = answer.structure
-    problem = None
-    if kind is StructureKind.GRAMMAR:
-        problem = "a grammar and tools together are not supported"
-    elif isinstance(call_format, ToolCallFormat) and not call_format.trigger:
-        problem = "the model's calls look like other structured answers"
-    if problem is not None:
-        raise InvalidRequest(
-            answer.field,
-            problem,
-            'Set tool_choice to "none", or leave one of them out',
-            "conflicting_parameters",
-        )
-    return (
-        write_regex_rule(text) if kind is StructureKind.REGEX else write_json_rule(json.loads(text))
-    )
 
 
 def parse_tools(tools: object, choice: object, parallel: bool | None) -> ToolSet | None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forge.errors import InvalidRequest
 from forge.request import Structure
 from forge.server.chat import ChatRequest
 from forge.server.harmony import HarmonyGrammarBuilder, HarmonyParser
@@ -23,10 +24,13 @@ from forge.server.output_events import (
     merge_events,
 )
 from forge.server.protocol import parse_request
+from forge.server.response_format import NamedStructure
 from forge.server.tool_formats import FORMATS, CallableTool, HarmonyFormat, ToolCallFormat
 from forge.server.tool_grammar import ToolGrammarBuilder
 from forge.server.tool_parameters import parameter_problem
 from forge.server.tool_parser import LeadingCallParser, ToolCallParser
+from forge.server.tools import parse_tools
+from forge.tokenizer import ByteTokenizer
 from tests.server.test_server import RunningServer, check_envelope, open_server
 from tests.server.test_tools import (
     STRUCTURES,
@@ -302,6 +306,20 @@ def test_a_structured_answer_is_read_for_calls_at_its_beginning_only(name: str) 
         assert parser.num_calls == 0
 
 
+@pytest.mark.parametrize("name", ["llama3_json", "llama4_pythonic"])
+def test_a_structure_is_refused_only_where_an_answer_need_not_be_a_call(name: str) -> None:
+    """Their calls look like other answers, and with `required` there is no other answer."""
+    answer = NamedStructure("response_format", Structure.json_schema({}))
+    tokenizer, form, tools = ByteTokenizer(), FORMATS[name], [tool(parameters=PARAMETERS)]
+    required = parse_tools(tools, "required", None)
+    auto = parse_tools(tools, "auto", None)
+    assert required is not None and auto is not None
+    structure = required.structure(form, tokenizer, answer)
+    assert structure == required.structure(form, tokenizer, None)
+    with pytest.raises(InvalidRequest, match="look like other structured answers"):
+        auto.structure(form, tokenizer, answer)
+
+
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [
@@ -375,6 +393,16 @@ def test_an_answer_has_its_response_format_or_calls(
         assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
     else:
         assert (message["content"], choice["finish_reason"]) == (script, "stop")
+
+
+def test_a_schema_that_is_true_allows_any_json_or_calls(coder_server: RunningServer) -> None:
+    schema = {"name": "c", "schema": True}
+    body = {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": schema}}
+    (choice,) = choices(coder_server, **set_script(coder_server, "[1]", **body))
+    assert choice["message"]["content"] == "[1]"
+    schema["schema"] = False
+    answer = coder_server.post(PATH, **set_script(coder_server, "", **body))
+    check_envelope(answer, 400, "response_format", "invalid_schema")
 
 
 def test_the_field_that_cannot_be_compiled_is_named(coder_server: RunningServer) -> None:
