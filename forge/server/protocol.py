@@ -126,6 +126,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (),
     "prompt_embeds": (),
+    "return_hidden_states": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "thinking_token_budget": (-1,),

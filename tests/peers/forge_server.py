@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(os.environ["FORGE_PEERS_ROOT"])
 FOLDERS = Path(os.environ["FORGE_PEERS_MODELS"])
-MISTRAL_NAMES = ("zephyr", "mistral")
 STOP_LIMIT_S = 30.0
 
 
@@ -22,7 +21,9 @@ class UnsupportedFlag(Exception):
 
 def folder_of(name: str, *, thinking: bool) -> Path:
     """Return the model folder that stands for a model's name or path."""
-    if any(part in name.lower() for part in MISTRAL_NAMES):
+    if name.startswith("mistralai/"):
+        return FOLDERS / "mistral-tools"
+    if "zephyr" in name.lower():
         return FOLDERS / "mistral"
     return FOLDERS / ("qwen-thinking" if thinking else "qwen")
 

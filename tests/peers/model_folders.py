@@ -2,7 +2,8 @@
 
     qwen.tiktoken   of the package dashscope         ─┐                       ┌─ qwen
     tokenizer.model of the package mistral-common    ─┼─► write_model_folder ─┤  qwen-thinking
-    weights drawn here from a seed                   ─┘                       └─ mistral
+    weights drawn here from a seed                   ─┘                       ├─ mistral
+                                                                              └─ mistral-tools
 
 Owns the folders' content. The ids and counts of tokens are those of the real models, so that tests
 which assert them hold. The weights are those of a Llama of one layer whose likeliest tokens are
@@ -42,6 +43,14 @@ QWEN_ADDED = (
 )
 # The template begins the reasoning: made-up weights would rarely do so.
 OPENED_REASONING = r"{%- else %}{{- '<think>\n' }}"
+# Name of a folder -> file of the tokenizer, where it is not Qwen's, and chat template. Mistral 7B
+# and Zephyr have the first file, Mistral Instruct v0.3, which has tools, the second.
+MODELS = {
+    "qwen": ("", "chatml.jinja"),
+    "qwen-thinking": ("", "chatml.jinja"),
+    "mistral": ("tokenizer.model.v1", "zephyr.jinja"),
+    "mistral-tools": ("mistral_instruct_tokenizer_240323.model.v3", "mistral.jinja"),
+}
 HIDDEN_SIZE = 64
 MAX_MODEL_LEN = 32768
 
@@ -82,9 +91,9 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def mistral_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer of Mistral 7B and Zephyr, without its chat template."""
-    model = files("mistral_common") / "data" / "tokenizer.model.v1"
+def mistral_tokenizer(file: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of Mistral in a file of mistral-common, without its chat template."""
+    model = files("mistral_common") / "data" / file
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tokenizer.model").write_bytes(model.read_bytes())
         return LlamaTokenizer.from_pretrained(folder, legacy=True)
@@ -140,12 +149,12 @@ def output_bias(tokenizer: PreTrainedTokenizerFast, likely: tuple[Likelihood, ..
 
 
 def write_model_folder(name: str, folder: Path) -> None:
-    """Write the model `qwen`, `qwen-thinking` or `mistral`."""
-    tokenizer = mistral_tokenizer() if name == "mistral" else qwen_tokenizer()
+    """Write the model of this name of MODELS."""
+    tokenizer_file, template = MODELS[name]
+    tokenizer = mistral_tokenizer(tokenizer_file) if tokenizer_file else qwen_tokenizer()
     likely = (*CLOSING, *LINE_END, Likelihood(tokenizer.eos_token, END_LOGITS))
     if name == "qwen-thinking":
         likely += REASONING_END
-    template = "zephyr.jinja" if name == "mistral" else "chatml.jinja"
     text = (Path(__file__).parent / template).read_text("utf-8")
     if name == "qwen-thinking":
         text = text.replace("{#- opening -#}", OPENED_REASONING)
@@ -174,7 +183,7 @@ def model_folder(name: str, folders: Path) -> Path:
 
 def main() -> None:
     """Write the models that are missing in the folder of the first argument."""
-    for name in ("qwen", "qwen-thinking", "mistral"):
+    for name in MODELS:
         model_folder(name, Path(sys.argv[1]))
 
 

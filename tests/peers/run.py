@@ -67,22 +67,25 @@ PEERS = {
             "tests/entrypoints/openai/completion/test_completion.py",
             "tests/entrypoints/openai/completion/test_prompt_validation.py",
             "tests/entrypoints/openai/models",
+            "tests/entrypoints/openai/responses",
             "tests/entrypoints/openai/test_chunked_prompt.py",
             "tests/entrypoints/openai/test_return_token_ids.py",
             "tests/entrypoints/openai/test_return_tokens_as_ids.py",
             "tests/entrypoints/anthropic/test_messages.py",
             "tests/entrypoints/serve/instrumentator/test_basic.py",
             "tests/entrypoints/serve/tokenize/test_tokenization.py",
+            "tests/entrypoints/tool_parsers",
+            "tests/tool_use",
         ),
     ),
     "sglang": Peer(
         "sglang",
         "commit 3c69a4c744525be0146629fc5933e3ddab609fb2",
-        ("test/registered/openai_server/basic/test_openai_server.py",),
+        ("test/registered/openai_server",),
     ),
 }
 # Of the files above and of sglang.test.kits, by `source_sha256`.
-SGLANG_SHA256 = "4f252f3912abafdcbe727040d142b574d8db683918b74ead6f8e431b4126620c"
+SGLANG_SHA256 = "2b9d18f802ad390df17437d43ae376707a81906dc0cb6fa905eee0ed24bd498f"
 
 
 def install() -> None:
@@ -145,9 +148,9 @@ def sglang_source(folder: Path) -> Path:
 
 def source_sha256(folder: Path) -> str:
     """Return the hash of SGLang's tests in the folder."""
-    kits = (folder / "python/sglang/test/kits").rglob("*.py")
+    parts = (*PEERS["sglang"].files, "python/sglang/test/kits")
     digest = hashlib.sha256()
-    for path in sorted([*kits, *(folder / file for file in PEERS["sglang"].files)]):
+    for path in sorted(path for part in parts for path in (folder / part).rglob("*.py")):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
     return digest.hexdigest()

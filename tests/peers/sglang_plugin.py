@@ -49,6 +49,7 @@ PARSER_NAMES = {
     "qwen": "hermes",
     "deepseek-r1": "deepseek_r1",
     "llama3": "llama3_json",
+    "pythonic": "llama4_pythonic",
 }
 
 

@@ -42,15 +42,22 @@ IGNORED_SWITCHES = {
 }
 IGNORED_OPTIONS = {
     "--attention-backend",
+    "--config-format",
     "--dtype",
     "--gpu-memory-utilization",
+    "--ignore-patterns",
+    "--load-format",
     "--lora-modules",
     "--max-cpu-loras",
     "--max-lora-rank",
     "--port",  # a test takes the server's address from it
     "--runner",
     "--structured-outputs-config.backend",
+    "--tokenizer",
+    "--tokenizer-mode",
 }
+# A name of vLLM for several formats -> the one of the models that these tests serve.
+PARSER_NAMES = {"pythonic": "llama4_pythonic"}
 SAME_SWITCHES = {
     "--enable-force-include-usage",
     "--enable-per-request-metrics",
@@ -89,7 +96,8 @@ def forge_flags(model: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
         if word in SAME_SWITCHES:
             kept.append(word)
         elif word in SAME_OPTIONS:
-            kept += [word, next(rest)]
+            value = next(rest)
+            kept += [word, PARSER_NAMES.get(value, value)]
         elif word == "--chat-template":
             folder = folder_with_template(folder, next(rest))
         elif word in IGNORED_OPTIONS:

@@ -651,6 +651,7 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"expected_pause_s": -1}, "expected_pause_s", "invalid_value"),
     ({"prompt_cache_key": "x" * 129}, "prompt_cache_key", "invalid_value"),
     ({"lora_path": "file:///x"}, "lora_path", "unsupported_parameter"),
+    ({"return_hidden_states": True}, "return_hidden_states", "unsupported_parameter"),
     ({"messages": []}, "messages", "unsupported_parameter"),
     ({"model": 7}, "model", "invalid_type"),
     ({"prompt": None}, "prompt", "missing_required_parameter"),
