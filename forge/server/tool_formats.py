@@ -58,6 +58,8 @@ class ToolCallFormat(NamedTuple):
     other_marks      texts that it does not contain, none of them
     trigger          text after which an answer must continue with a call; "" where only the
                      beginning of a call shows that
+    bare_trigger     beginning of `prefix`, after which an answer must continue with a call without
+                     `begin`, which models of the family sometimes leave out; "": none does
     begin            text before the first call
     separator        text from one call to the next; None where an answer has at most one call
     end              text after the last call
@@ -80,6 +82,7 @@ class ToolCallFormat(NamedTuple):
     call_suffix: str = "}"
     parameters: ParameterSyntax | None = None
     first_char: str = "{"
+    bare_trigger: str = ""
     id_prefix: str = "call_"
     id_digits: int = 24
 
@@ -126,6 +129,7 @@ QWEN3_CODER = HERMES._replace(
     call_suffix="</function>",
     parameters=ParameterSyntax("<parameter=KEY>\n", "\n</parameter>\n"),
     first_char="",
+    bare_trigger="<function=",
 )
 MISTRAL = ToolCallFormat(
     template_marks=("[TOOL_CALLS] [",),

@@ -306,6 +306,21 @@ def test_a_structured_answer_is_read_for_calls_at_its_beginning_only(name: str) 
         assert parser.num_calls == 0
 
 
+def test_a_call_whose_first_word_the_model_leaves_out_is_a_call() -> None:
+    """Qwen3-Coder does so after a sentence, and writes the word that ends the call."""
+    grammar, call = build_grammar("qwen3_coder", 0), ("weather", {"city": "Rome"})
+    whole = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+    text = f"Let me look <function.\n\n{whole}"
+    for answer, calls in ((text, [call]), (f"{text}\n<tool_call>\n{whole}", [call, call])):
+        assert first_misfit(grammar, answer) is None
+        for parts in ([answer], list(answer)):
+            events = parse(create_parser("qwen3_coder"), parts)
+            assert events[0] == TextPiece("Let me look <function.\n\n")
+            assert calls_in(events) == calls
+    assert first_misfit(grammar, "<function=other>") is not None
+    assert first_misfit(build_grammar("qwen3_coder", 1), whole) is not None
+
+
 @pytest.mark.parametrize("name", ["llama3_json", "llama4_pythonic"])
 def test_a_structure_is_refused_only_where_an_answer_need_not_be_a_call(name: str) -> None:
     """Their calls look like other answers, and with `required` there is no other answer."""
