@@ -127,6 +127,8 @@ def parse_tools(tools: object, choice: object, parallel: bool | None) -> ToolSet
                 raise InvalidRequest(name, "there are no tools", "Leave it out, or give tools")
         return None
     names = [definition["function"]["name"] for definition in definitions]
+    if isinstance(tools, list) and choice in tools:  # a tool of the list stands for its name
+        choice = {"type": "function", "function": {"name": names[tools.index(choice)]}}
     mode, allowed_names = _parse_tool_choice(choice, names)
     if mode == "none":
         return None

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.async_llm import AsyncLLM
+from forge.errors import InvalidRequest
 from forge.models.hash import HashModel
 from forge.request import Structure
 from forge.server.chat import ChatRequest
@@ -39,6 +40,7 @@ from forge.server.tools import (
     MAX_TOOL_PROPERTIES,
     MAX_TOOLS,
     parse_tool_calls,
+    parse_tools,
 )
 from forge.structured_output import LLGuidanceBackend
 from forge.tokenizer import ByteTokenizer
@@ -248,6 +250,15 @@ def test_a_model_that_must_call_calls_and_nothing_else(
         assert all(call in ([("now", {})] if finish == "stop" else POSSIBLE) for call in calls)
         assert choice["finish_reason"] == finish
         assert without_ids(message_of(parts[choice["index"]])) == without_ids(message)
+
+
+def test_a_tool_of_the_list_as_the_choice_stands_for_its_name() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    assert parse_tools(TOOLS, tool(description="Of a city", parameters=CITY), None) == parse_tools(
+        TOOLS, named, None
+    )
+    with pytest.raises(InvalidRequest, match=r"tool_choice\.function\.description"):
+        parse_tools(TOOLS, tool(description="Of a town", parameters=CITY), None)
 
 
 @pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
