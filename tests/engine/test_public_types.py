@@ -52,6 +52,24 @@ class Untyped(NamedTuple):
         """Take a callback of unknown type."""
 
 
+def test_a_public_name_is_of_the_module_that_type_checkers_read_it_from() -> None:
+    """Type checkers read imports that Python does not run: it imports a name where it is read."""
+    (declared,) = (
+        node for node in ast.parse(inspect.getsource(forge)).body if isinstance(node, ast.If)
+    )
+    modules = {
+        alias.name: node.module
+        for node in declared.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+    assert sorted(modules) == sorted(forge.__all__)
+    assert {name: getattr(forge, name).__module__ for name in modules} == modules
+    assert set(forge.__all__) <= set(dir(forge))
+    with pytest.raises(AttributeError, match="module 'forge' has no attribute 'Scheduled'"):
+        forge.Scheduled  # type: ignore[attr-defined]  # noqa: B018
+
+
 @pytest.mark.parametrize("cls", CLASSES, ids=forge.__all__)
 def test_no_type_of_the_public_classes_is_any(cls: type) -> None:
     assert [where for where, hint in annotations_of(cls) if contains_any(hint)] == []
