@@ -453,6 +453,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
+    def has_filters(self) -> bool:
+        """True where top-k, top-p or min-p may rule out a token."""
+        return bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
+    @property
     def has_penalties(self) -> bool:
         """True where logits depend on earlier tokens beyond the model's own arithmetic."""
         return bool(

@@ -192,10 +192,11 @@ def logit_gaps(logits: Sequence[float], temperature: float) -> list[int]:
     top = max(singles)
     (scale,) = array("f", [1.0 / temperature])
     differences = array("f", [min(top - x, _MAX_SINGLE) for x in singles])
-    # 32 is beyond MAX_GAP. The product of two singles is exact here, so it is rounded once.
-    scaled = array("f", [min(difference * scale, 32.0) for difference in differences])
+    # MAX_GAP is a single exactly. The product of two singles is exact here, so it is rounded once.
+    max_scaled = MAX_GAP / GAP_STEPS
+    scaled = array("f", [min(difference * scale, max_scaled) for difference in differences])
     return [
-        IMPOSSIBLE if x == -inf else min(int(gap * GAP_STEPS), MAX_GAP)
+        IMPOSSIBLE if x == -inf else int(gap * GAP_STEPS)
         for x, gap in zip(logits, scaled, strict=True)
     ]
 
@@ -249,13 +250,18 @@ def sample_token(logits: Sequence[float], params: SamplingParams, seed: int, pos
     """Return the token at `position`, given logits that `process_logits` has returned."""
     if params.greedy:
         return logits.index(max(logits))
-    return draw_token(filter_logits(logits, params), draw_key(seed, position, PLAIN))
+    if params.has_filters:
+        kept = filter_logits(logits, params)
+    else:  # the same tokens in another order, which a draw does not depend on
+        scale = 1.0 / params.temperature
+        kept = [TokenLogit(token, x * scale) for token, x in enumerate(logits) if x != -inf]
+    return draw_token(kept, draw_key(seed, position, PLAIN))
 
 
 def draw_token(kept: Iterable[TokenLogit], key: int) -> int:
     """Return a token of `kept`, with probabilities softmax(logit), by the noise under `key`."""
-    # (-score, token): where two scores are equal the lower id wins, as in greedy.
-    return min(kept, key=lambda c: (-(c.logit + gumbel(key, c.token)), c.token)).token
+    # Where two scores are equal the lower id wins, as in greedy.
+    return min((-(logit + gumbel(key, token)), token) for token, logit in kept)[1]
 
 
 def probabilities(kept: Sequence[TokenLogit]) -> dict[int, float]:

@@ -613,6 +613,19 @@ SAMPLING_CASES = [
 ]
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_draw_without_filters_is_the_draw_with_filters_that_keep_every_token(
+    temperature: float,
+) -> None:
+    logits = [log(1 + token % 7) for token in range(20)] + [-inf] * 3
+    plain = SamplingParams(temperature=temperature)
+    filtered = SamplingParams(temperature=temperature, top_k=len(logits))
+    assert (plain.has_filters, filtered.has_filters) == (False, True)
+    drawn = [sample_token(logits, plain, 11, position) for position in range(60)]
+    assert drawn == [sample_token(logits, filtered, 11, position) for position in range(60)]
+    assert len(set(drawn)) > 5
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("params", "law"), SAMPLING_CASES, ids=[str(params) for params, _ in SAMPLING_CASES]
