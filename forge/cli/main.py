@@ -1,7 +1,8 @@
 """The entry point of `forge`: parse the words, run the command, turn errors into exit statuses.
 
 Owns the parser of all commands and the exit status. `forge bench`, `forge sim` and `forge learn`
-are imported only where one of them is the command, so that `forge --help` stays quick.
+are imported only where one of them is the command, and a command has flags only where it is named.
+So `forge --help` stays quick.
 
     words ──► create_parser ──► resolve_settings ──► command ──► 0
                    │ usage            │ InvalidConfig   │ ForgeError
@@ -41,7 +42,7 @@ EPILOG = (
 
 
 def create_parser(argv: Sequence[str]) -> Parser:
-    """Return the parser of `forge`. `argv` says whether it needs bench, sim or learn.
+    """Return the parser of `forge`, with the flags of the command that `argv` names.
 
     The namespace that it returns has these besides the values of flags:
 
@@ -71,22 +72,12 @@ def create_parser(argv: Sequence[str]) -> Parser:
             help=f"{MODEL_OPTION.help} (default {MODEL_OPTION.default})",
         )
         subparser.set_defaults(positional="model")
-        add_flags(subparser, SERVE_OPTIONS[1:])
+        if name in argv:
+            add_flags(subparser, SERVE_OPTIONS[1:])
 
     subparser = add_command("generate", generate, (MODEL_OPTION, *ENGINE_OPTIONS, POLICY_OPTION))
-    subparser.add_argument("prompt", help="the text to continue")
-    add_flags(subparser, SAMPLING_OPTIONS, "sampling_")
-    stop_help = "text that ends the output and is no part of it; can be given again"
-    subparser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
-    sampling_names = {each.name for each in SAMPLING_OPTIONS}  # --seed is the request's
-    add_flags(
-        subparser,
-        [
-            each
-            for each in (MODEL_OPTION, *ENGINE_OPTIONS, POLICY_OPTION)
-            if each.name not in sampling_names
-        ],
-    )
+    if "generate" in argv:
+        _add_generate_arguments(subparser)
 
     text = "Measure this machine or a server."
     bench: Parser = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
@@ -107,6 +98,16 @@ def create_parser(argv: Sequence[str]) -> Parser:
 
         add_arguments(learn)
     return parser
+
+
+def _add_generate_arguments(parser: Parser) -> None:
+    parser.add_argument("prompt", help="the text to continue")
+    add_flags(parser, SAMPLING_OPTIONS, "sampling_")
+    stop_help = "text that ends the output and is no part of it; can be given again"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
+    sampling_names = {each.name for each in SAMPLING_OPTIONS}  # --seed is the request's
+    engine_options = (MODEL_OPTION, *ENGINE_OPTIONS, POLICY_OPTION)
+    add_flags(parser, [each for each in engine_options if each.name not in sampling_names])
 
 
 def main(argv: list[str] | None = None) -> int:

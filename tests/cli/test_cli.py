@@ -56,9 +56,11 @@ TIMEOUT_S = 60.0
 
 # Runs each [words, environment, file for stdout, file for stderr] line in a fork of its own.
 # A fork ends without taking the interpreter down: that would copy all of its memory first.
+# What commands import while they run is imported before: no fork needs to import it again.
 FORKS = """
-import gc, json, os, sys
-import forge.bench.commands, forge.server.http_server, forge.sim.commands
+import gc, json, multiprocessing.connection, os, sys, yaml
+import forge.bench.commands, forge.bench.kv_commands, forge.models.llama_model
+import forge.requirements, forge.server.http_server, forge.sim.commands
 from forge.cli.main import main
 def run(words):
     try:
