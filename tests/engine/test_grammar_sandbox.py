@@ -67,6 +67,16 @@ def create_compiler(*levels: QueueLevel) -> Iterator[GrammarSandbox]:
         compiler.close()
 
 
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarSandbox]:
+    """A compiler for tests that need no process of their own.
+
+    It caches errors, so each of them has another bad structure.
+    """
+    with create_compiler(ONE, ONE._replace(max_waiting=1)) as shared:
+        yield shared
+
+
 def children_of(pid: int) -> list[int]:
     return [
         int(child)
@@ -75,14 +85,10 @@ def children_of(pid: int) -> list[int]:
     ]
 
 
-def compiler_pid() -> int:
-    """Return the id of the middle process."""
-    (found,) = (
-        child
-        for child in children_of(os.getpid())
-        if b"forge.grammar_sandbox" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
-    return found
+def compiler_pid(compiler: GrammarSandbox) -> int:
+    """Return the id of the middle process, which has compiled a structure."""
+    assert compiler._process is not None
+    return compiler._process.pid
 
 
 def has_ended(pid: int) -> bool:
@@ -92,26 +98,25 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_a_structure_is_compiled_or_refused_as_in_this_process() -> None:
-    with create_compiler() as compiler:
-        compiler.check(EASY).result(TIMEOUT_S)
-        with pytest.raises(InvalidRequest, match="unclosed character class") as error:
-            compiler.check(Structure.regex("[")).result(TIMEOUT_S)
+def test_a_structure_is_compiled_or_refused_as_in_this_process(compiler: GrammarSandbox) -> None:
+    compiler.check(EASY).result(TIMEOUT_S)
+    with pytest.raises(InvalidRequest, match="unclosed character class") as error:
+        compiler.check(Structure.regex("[")).result(TIMEOUT_S)
     assert (error.value.field, error.value.code) == ("structure", "invalid_regex")
 
 
-def test_each_refused_caller_gets_its_own_exception() -> None:
+def test_each_refused_caller_gets_its_own_exception(compiler: GrammarSandbox) -> None:
     """An exception that is raised again and again keeps the frames of all its callers."""
+    bad = Structure.regex("[a")
     caught = []
-    with create_compiler() as compiler:
-        futures = [compiler.check(Structure.regex("[")) for _ in range(2)]
-        for future in (*futures, compiler.check(Structure.regex("["))):
-            with pytest.raises(InvalidRequest, match="unclosed character class") as error:
-                future.result(TIMEOUT_S)
-            caught.append(error.value)
+    futures = [compiler.check(bad) for _ in range(2)]
+    for future in (*futures, compiler.check(bad)):
         with pytest.raises(InvalidRequest, match="unclosed character class") as error:
-            compiler.check(Structure.regex("[")).result(TIMEOUT_S)
+            future.result(TIMEOUT_S)
         caught.append(error.value)
+    with pytest.raises(InvalidRequest, match="unclosed character class") as error:
+        compiler.check(bad).result(TIMEOUT_S)
+    caught.append(error.value)
     assert len({id(each) for each in caught}) == 4
     assert {each.code for each in caught} == {"invalid_regex"}
 
@@ -140,15 +145,14 @@ def test_a_structure_that_takes_too_much_memory_is_refused_and_delays_no_other()
     ],
 )
 def test_an_error_names_what_ended_the_process(
-    happens: Callable[[str], None], problem: str, code: str
+    compiler: GrammarSandbox, happens: Callable[[str], None], problem: str, code: str
 ) -> None:
-    text = FaultySchema("{}")
+    text = FaultySchema(f'{{"title": "{happens.__name__}"}}')
     text.fault = happens
-    with create_compiler(ONE, ONE._replace(max_waiting=1)) as compiler:
-        with pytest.raises(InvalidRequest, match=f"the schema {problem}. Simplify it") as error:
-            compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(TIMEOUT_S)
-        assert error.value.code == code
-        assert compiler.check(EASY).result(TIMEOUT_S) == ONE
+    with pytest.raises(InvalidRequest, match=f"the schema {problem}. Simplify it") as error:
+        compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(TIMEOUT_S)
+    assert error.value.code == code
+    assert compiler.check(EASY).result(TIMEOUT_S) == ONE
 
 
 def test_a_panic_that_needs_more_memory_than_the_first_level_has_is_described() -> None:
@@ -160,13 +164,15 @@ def test_a_panic_that_needs_more_memory_than_the_first_level_has_is_described() 
             compiler.check(Structure.json_schema(schema)).result(TIMEOUT_S)
 
 
-def test_a_structure_whose_process_the_machine_ended_may_be_tried_again() -> None:
-    text = FaultySchema("{}")
+def test_a_structure_whose_process_the_machine_ended_may_be_tried_again(
+    compiler: GrammarSandbox,
+) -> None:
+    text = FaultySchema('{"title": "again"}')
     text.fault = exit_process
-    with create_compiler(ONE) as compiler:
-        with pytest.raises(InvalidRequest):
-            compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(TIMEOUT_S)
-        assert not compiler._cached_errors
+    cached_errors = list(compiler._cached_errors)
+    with pytest.raises(InvalidRequest):
+        compiler.check(Structure(StructureKind.JSON_SCHEMA, text)).result(TIMEOUT_S)
+    assert list(compiler._cached_errors) == cached_errors
 
 
 @pytest.mark.long
@@ -203,12 +209,11 @@ def test_simultaneous_checks_share_a_compilation() -> None:
         assert len({each.result(TIMEOUT_S) for each in futures}) == 1
 
 
-def test_a_cancelled_structure_gives_its_slot_to_others() -> None:
-    with create_compiler(ONE) as compiler:
-        left = compiler.check(LONG_GRAMMAR)
-        last = compiler.check(EASY)
-        assert left.cancel()
-        last.result(TIMEOUT_S)
+def test_a_cancelled_structure_gives_its_slot_to_others(compiler: GrammarSandbox) -> None:
+    left = compiler.check(LONG_GRAMMAR)
+    last = compiler.check(EASY)
+    assert left.cancel()
+    last.result(TIMEOUT_S)
 
 
 def test_a_cancelled_structure_can_be_checked_again() -> None:
@@ -217,14 +222,14 @@ def test_a_cancelled_structure_can_be_checked_again() -> None:
         compiler.check(RANGES).result(TIMEOUT_S)
 
 
-def test_a_structure_cancelled_while_it_waited_is_not_compiled() -> None:
+def test_a_structure_cancelled_while_it_waited_is_not_compiled(compiler: GrammarSandbox) -> None:
     """Compiled, it would fail, and its error would be cached before the last one has its turn."""
-    bad = Structure.regex("[")
-    with create_compiler(ONE) as compiler:
-        first, left, last = (compiler.check(each) for each in (LONG_GRAMMAR, bad, EASY))
-        assert left.cancel() and first.cancel()
-        last.result(TIMEOUT_S)
-        assert not compiler._cached_errors
+    bad = Structure.regex("[b")
+    cached_errors = list(compiler._cached_errors)
+    first, left, last = (compiler.check(each) for each in (LONG_GRAMMAR, bad, EASY))
+    assert left.cancel() and first.cancel()
+    last.result(TIMEOUT_S)
+    assert list(compiler._cached_errors) == cached_errors
 
 
 def test_the_cached_error_of_a_long_text_has_few_bytes() -> None:
@@ -244,7 +249,7 @@ def test_no_process_runs_before_the_first_structure_and_none_after_the_end() -> 
     assert calls == []
     with create_compiler() as compiler:
         compiler.check(EASY).result(TIMEOUT_S)
-        process = compiler_pid()
+        process = compiler_pid(compiler)
     assert has_ended(process) and process not in children_of(os.getpid())
     with pytest.raises(SandboxDied, match="closed"):
         compiler.check(EASY).result(TIMEOUT_S)
@@ -253,21 +258,21 @@ def test_no_process_runs_before_the_first_structure_and_none_after_the_end() -> 
 def test_a_process_that_is_killed_fails_what_waits_and_the_next_structure_starts_another() -> None:
     with create_compiler(ONE) as compiler:
         compiler.check(EASY).result(TIMEOUT_S)
-        process = compiler_pid()
+        process = compiler_pid(compiler)
         os.kill(process, signal.SIGSTOP)
         waiting = compiler.check(Structure.regex("[0-9]{4}"))
         os.kill(process, signal.SIGKILL)
         with pytest.raises(SandboxDied, match="exit code -9"):
             waiting.result(TIMEOUT_S)
         compiler.check(EASY).result(TIMEOUT_S)
-        assert compiler_pid() != process
+        assert compiler_pid(compiler) != process
 
 
 @pytest.mark.long
 def test_close_ends_a_process_that_reads_nothing() -> None:
     with create_compiler(ONE) as compiler:
         compiler.check(EASY).result(TIMEOUT_S)
-        process = compiler_pid()
+        process = compiler_pid(compiler)
         os.kill(process, signal.SIGSTOP)
         # More than the socket takes, so that the thread which sends them waits.
         waiting = [compiler.check(Structure.regex("a" * 200_000 + str(i))) for i in range(20)]
@@ -291,7 +296,7 @@ import sys
 from tests.engine.test_grammar_sandbox import *
 with create_compiler() as compiler:
     compiler.check(EASY).result(TIMEOUT_S)
-    print(compiler_pid(), flush=True)
+    print(compiler_pid(compiler), flush=True)
     sys.stdin.read()
 """
 
