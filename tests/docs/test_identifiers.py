@@ -102,7 +102,12 @@ def names_of(source: str) -> set[str]:
             value = getattr(node, NAME_FIELDS[kind])
             if isinstance(value, str):
                 names.update(WORD.findall(value))
-        nodes.extend(ast.iter_child_nodes(node))
+        # As ast.iter_child_nodes does in twice the time.
+        for child in vars(node).values():
+            if isinstance(child, list):
+                nodes += [each for each in child if isinstance(each, ast.AST)]
+            elif isinstance(child, ast.AST):
+                nodes.append(child)
     return names
 
 

@@ -187,11 +187,12 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def _blocks(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the node and the statements within it, without their expressions."""
+    """Yield the node and the statements within it that have a body."""
     yield node
     for field in ("body", "handlers", "cases", "orelse", "finalbody"):
         for inner in getattr(node, field, ()):
-            yield from _blocks(inner)
+            if hasattr(inner, "body") or isinstance(inner, ast.Match):
+                yield from _blocks(inner)
 
 
 def code_files(*folders: str) -> list[Path]:

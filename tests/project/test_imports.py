@@ -382,11 +382,13 @@ def imports(source: str, module: str) -> tuple[Import, ...]:
 
 def _imports_below(tree: ast.AST, module: str, *, in_function: bool) -> Iterator[Import]:
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):  # most of a tree, and an import is a statement
+            continue
         for name in _imported_names(node, module):
             inside = name == "forge" or name.startswith("forge.")
             target = _inside_name(name) if inside else name.partition(".")[0]
             yield Import(target, inside, getattr(node, "lineno", 0), in_function)
-        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         yield from _imports_below(node, module, in_function=in_function or function)
 
 
