@@ -26,6 +26,8 @@ from tests.models.emulated_all_reduce import (
 from tests.models.emulated_kernels import COMPILER, library_folder
 
 pytestmark = [
+    # Compiling a variant takes longer than its tests, so all of them are in one run.
+    pytest.mark.long,
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: c++, g++ or clang++"),
     pytest.mark.skipif(sys.platform != "linux", reason="the emulator's fibers are those of Linux"),
 ]
@@ -33,14 +35,7 @@ pytestmark = [
 EPS = 1e-3
 MAX_CTAS = 3
 VARIANTS = (Variant(2, "BF16"), Variant(3, "F32"), Variant(4, "F16"))
-each_variant = pytest.mark.parametrize(
-    "variant",
-    [
-        # Each variant is compiled, which takes seconds.
-        pytest.param(each, id=str(each), marks=[pytest.mark.long] * (each.world_size > 2))
-        for each in VARIANTS
-    ],
-)
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 STEPS = {"BF16": 2**-7, "F16": 2**-10, "F32": 2**-20}
 """Largest relative difference of a norm: two roundings, and the order of the sum of squares."""
 
@@ -131,7 +126,6 @@ def run_calls(
     return reached
 
 
-@pytest.mark.long
 @each_variant
 @pytest.mark.parametrize("store_delay", [1, 50])
 def test_ranks_get_exact_sums_of_calls_of_any_size_in_any_order_of_their_warps(
@@ -207,7 +201,6 @@ def test_equal_inputs_have_equal_norms_in_any_message_and_on_any_run(open_ranks:
     assert all(each == norms[0] for each in norms)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS[1:], ids=str)
 def test_thousands_of_calls_of_changing_sizes_have_exact_sums(
     open_ranks: Open, variant: Variant

@@ -14,6 +14,8 @@ from tests.models.emulated_decode import Case, DecodeKernels, Step, Variant, com
 from tests.models.emulated_kernels import COMPILER, library_folder
 
 pytestmark = [
+    # Compiling a variant takes longer than its tests, so all of them are in one run.
+    pytest.mark.long,
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: c++, g++ or clang++"),
     pytest.mark.skipif(sys.platform != "linux", reason="the emulator's fibers are those of Linux"),
 ]
@@ -96,20 +98,11 @@ def check_case(kernels: DecodeKernels, case: Case) -> None:
     assert repr(result.blocks) == repr(blocks), "a position that is not new was written"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [
-        # Each variant is compiled, which takes seconds.
-        pytest.param(name, marks=[pytest.mark.long] * (case.variant != GROUP_4))
-        for name, case in CASES.items()
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_kernels_agree_with_plain_python(build: Callable[[Variant], DecodeKernels], name: str):
     check_case(build(CASES[name].variant), CASES[name])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", GROUP_CASES, ids=lambda case: f"groups of {case.variant.group}")
 def test_every_size_of_a_group(build: Callable[[Variant], DecodeKernels], case: Case):
     check_case(build(case.variant), case)
@@ -131,7 +124,7 @@ def count_parts(lengths: Sequence[int], num_heads: int, num_warps: int, start_ti
     return sum(count for count in by_item.values() if count > 1)
 
 
-@pytest.mark.parametrize("start_tiles", [pytest.param(0, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("start_tiles", [0, 2])
 @pytest.mark.parametrize(
     ("lengths", "num_ctas", "num_parts"),
     [

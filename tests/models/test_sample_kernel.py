@@ -37,6 +37,8 @@ from tests.models.emulated_kernels import (
 MAX_SINGLE = 3.4028234663852886e38
 
 pytestmark = [
+    # Compiling a variant takes longer than its tests, so all of them are in one run.
+    pytest.mark.long,
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: c++, g++ or clang++"),
     pytest.mark.skipif(sys.platform != "linux", reason="the emulator's fibers are those of Linux"),
 ]
@@ -67,7 +69,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Kerne
 
 
 @pytest.fixture(
-    params=[VARIANTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in VARIANTS[1:])],
+    params=VARIANTS,
     ids=lambda variant: f"{variant.cluster} CTAs {variant.logit_type}",
 )
 def kernels(request: pytest.FixtureRequest, build: Callable[[Variant], Kernels]) -> Kernels:
@@ -156,7 +158,6 @@ def row_status(row: Sequence[float]) -> int:
     return {inf: HAS_POSITIVE_INF, -inf: ALL_NEGATIVE_INF}.get(max(row), OK)
 
 
-@pytest.mark.long
 def test_tokens_are_those_of_the_normative_arithmetic(kernels: Kernels) -> None:
     rng = Random(11)
     for index in range(40):
@@ -303,7 +304,6 @@ def expected_tokens(
     ]
 
 
-@pytest.mark.long
 def test_the_filters_keep_the_tokens_of_the_normative_arithmetic(kernels: Kernels) -> None:
     rng = Random(14)
     for index in range(40):
@@ -351,7 +351,6 @@ def test_a_mass_that_ends_just_before_the_kth_token(build: Callable[[Variant], K
     assert found == expected_tokens(logits.rows, params)
 
 
-@pytest.mark.long
 def test_the_mass_of_more_equal_tokens_than_32_bits_hold(
     build: Callable[[Variant], Kernels],
 ) -> None:

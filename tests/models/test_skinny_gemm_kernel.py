@@ -25,6 +25,8 @@ from tests.models.emulated_kernels import (
 SOURCE = HERE.parents[1] / "forge/models/hf/ops/skinny_gemm.cu"
 
 pytestmark = [
+    # Compiling a variant takes longer than its tests, so all of them are in one run.
+    pytest.mark.long,
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: c++, g++ or clang++"),
     pytest.mark.skipif(sys.platform != "linux", reason="the emulator's fibers are those of Linux"),
 ]
@@ -61,14 +63,7 @@ CASES = (
     # More warps than steps: one has none.
     Case(LARGE, 3, 96, 16),
 )
-each_case = pytest.mark.parametrize(
-    "case",
-    [
-        # Each variant is compiled, which takes seconds.
-        pytest.param(case, id=str(case), marks=[pytest.mark.long] * (case.variant != SMALL))
-        for case in CASES
-    ],
-)
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 @pytest.fixture(scope="module")
