@@ -107,7 +107,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     from forge.log import nonblocking_logging
     from forge.requirements import find_untested
     from forge.server.film import FilmFeed
-    from forge.server.http_server import run_server
+    from forge.server.http_server import create_listener, run_server
     from forge.server.malloc_options import set_malloc_options
     from forge.server.request_defaults import RequestDefaults
     from forge.server.traces import open_traces
@@ -123,6 +123,8 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
         model_name = settings.values["served_model_name"] or settings.values["model"]
         limits = settings.limits
         trainer_access = settings.trainer_access
+        # Loading a model can take minutes: an address that cannot be used is refused before.
+        create_listener(host, port, api_keys).close()
         weights_socket = open_weights_socket(settings.values["weights_socket"], trainer_access)
         if weights_socket is not None:
             exit_stack.callback(weights_socket.close)  # also where the start fails
