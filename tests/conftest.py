@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.virtual_time import VirtualTime
@@ -48,6 +48,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("soak", settings.get_profile("ci"), derandomize=False, max_examples=5000)
+# For planted bugs: that a test fails is enough, and the first example shows it.
+settings.register_profile(
+    "mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Hypothesis would also draw the constants of all imported modules, and which of them a worker has
 # imported depends on the tests that it ran before. There is no setting for that.

@@ -10,6 +10,10 @@ A mutant is a piece of source, its replacement, and the test that must fail: see
 tests must pass on the unchanged copy, so a failure is the bug's. After `make test test-long` has
 passed on the same sources, `--tests-passed` does not repeat them. Exit status 1 when a mutant
 survives, 2 when no mutant's name has a word that was given.
+
+    collecting process ── fork with the mutant in memory ── its test fails: killed
+                                      │ passes, or it cannot be planted there
+    copy of the sources ◄─────────────┘── a new process with the mutant in its file decides
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ import compileall
 import gc
 import os
 import random
+import select
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -35,8 +40,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
 """A test that takes longer hangs. On the unchanged source nearly all take less than a second."""
-MAX_RUNNING = 3 * (os.cpu_count() or 1)
-"""Tests at a time. Those of mutants that hang are not counted: they compute nothing."""
+MAX_RUNNING = 2 * (os.cpu_count() or 1)
+"""Tests at a time, with mutants in memory and in files each.
+
+Those of mutants that hang are not counted: they compute nothing.
+"""
 LIBRARIES = (
     "pytest",
     "pdb",
@@ -124,7 +132,7 @@ def copy_tree(target: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", target)
 
 
-def run_tests(tree: Path, *words: str) -> int:
+def run_tests(tree: Path, words: Sequence[str], plugins: Sequence[object]) -> int:
     """Return the exit status of pytest on some tests in `tree`: 0 passed, 1 failed, else not run.
 
     Call it in a fork of this process. Only the status counts, so assertions are not rewritten and
@@ -140,12 +148,13 @@ def run_tests(tree: Path, *words: str) -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     import pytest
 
+    # Which of the failing examples is the smallest does not matter.
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     options = ["-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", "--assert=plain", "--tb=no"]
-    # Runs that share pytest's folder list it while others remove theirs, which fails some of them.
-    return pytest.main([*options, f"--basetemp={tree.parent / 'pytest'}", *words])
+    return pytest.main([*options, *words], plugins=plugins)
 
 
-def fork_tests(tree: Path, *words: str) -> int:
+def fork_tests(tree: Path, words: Sequence[str], plugins: Sequence[object] = ()) -> int:
     """Run tests in a new process group; return the process id. Its status is that of the tests."""
     pid = os.fork()
     if pid:
@@ -153,7 +162,7 @@ def fork_tests(tree: Path, *words: str) -> int:
     status = 70
     try:
         os.setsid()
-        status = run_tests(tree, *words)
+        status = run_tests(tree, words, plugins)
     finally:
         os._exit(status)
 
@@ -211,14 +220,56 @@ def describe_status(status: int) -> str:
     return "SURVIVED" if status == 0 else f"broken: pytest ended with {status}"
 
 
+class CollectingProcess:
+    """The process whose forks have mutants in memory (see mutant_forks.py), and its results.
+
+    is_running   True until all results were read
+    """
+
+    def __init__(self, mutants: list[Mutant], unchanged: Path) -> None:
+        # A module of this folder: found where this file is the command.
+        from mutant_forks import RESULT_SIZE, MutantForks
+
+        self.is_running = True
+        self._result_size = RESULT_SIZE
+        self._mutants = dict(enumerate(mutants))
+        self._results, writer = os.pipe()
+        forks = MutantForks(mutants, unchanged, writer, MAX_RUNNING, TIMEOUT_S)
+        files = {mutant.test.partition("::")[0] for mutant in mutants}
+        self._pid = fork_tests(unchanged, [*IN_ONE_PROCESS, *sorted(files)], [forks])
+        os.close(writer)
+
+    def read(self) -> list[tuple[Mutant, bool]]:
+        """Return the next mutants and whether a test failed; none after a short wait."""
+        if not self.is_running or not select.select([self._results], [], [], 0.01)[0]:
+            return []
+        if line := os.read(self._results, self._result_size):
+            index, status = map(int, line.split())
+            return [(self._mutants.pop(index), status == 1)]
+        self.is_running = False
+        os.waitpid(self._pid, 0)
+        return [(mutant, False) for mutant in self._mutants.values()]
+
+
 def run_mutants(
     chosen: list[Mutant], unchanged: Path, folder: Path
 ) -> Iterator[tuple[Mutant, str]]:
-    """Whether each mutant was killed, or why not, as they end."""
-    pending = order_mutants(chosen)[::-1]
+    """Whether each mutant was killed, or why not, as they end.
+
+    Where no test fails with the mutant in memory, it is planted in a tree of files.
+    """
+    ordered = order_mutants(chosen)
+    in_memory = [each for each in ordered if each.path.endswith(".py") and not each.hangs]
+    pending = [each for each in ordered if each not in in_memory][::-1]
+    collecting = CollectingProcess(in_memory, unchanged)
     running: dict[int, tuple[Mutant, Path, float]] = {}
     free_trees: list[Path] = []
-    while pending or running:
+    while pending or running or collecting.is_running:
+        for mutant, is_killed in collecting.read():
+            if is_killed:
+                yield mutant, "killed"
+            else:
+                pending.append(mutant)
         while pending and sum(not each.hangs for each, *_ in running.values()) < MAX_RUNNING:
             mutant = pending.pop()
             tree = free_trees.pop() if free_trees else link_tree(unchanged, folder)
@@ -226,29 +277,30 @@ def run_mutants(
                 free_trees.append(tree)
                 yield mutant, why
             else:
-                pid = fork_tests(tree, *IN_ONE_PROCESS, mutant.test)
+                options = [*IN_ONE_PROCESS, f"--basetemp={tree.parent / 'pytest'}"]
+                pid = fork_tests(tree, [*options, mutant.test])
                 running[pid] = mutant, tree, time.monotonic() + TIMEOUT_S
-        ended_pid, wait_status = os.waitpid(-1, os.WNOHANG)
-        if ended_pid:
-            mutant, tree, _ = running.pop(ended_pid)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(ended_pid, signal.SIGKILL)  # what its tests have left
-            remove_mutant(mutant, unchanged, tree)
-            free_trees.append(tree)
-            # A bug that makes a test hang is seen.
-            hung = os.WIFSIGNALED(wait_status)
-            yield mutant, describe_status(1 if hung else os.waitstatus_to_exitcode(wait_status))
-            continue
-        for pid, (_, _, deadline_s) in running.items():
-            if time.monotonic() > deadline_s:
+        for pid, (mutant, tree, deadline_s) in list(running.items()):
+            ended_pid, wait_status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
+                del running[pid]
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # what its tests have left
+                remove_mutant(mutant, unchanged, tree)
+                free_trees.append(tree)
+                # A bug that makes a test hang is seen.
+                hung = os.WIFSIGNALED(wait_status)
+                yield mutant, describe_status(1 if hung else os.waitstatus_to_exitcode(wait_status))
+            elif time.monotonic() > deadline_s:
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+        if not collecting.is_running:
+            time.sleep(0.01)
 
 
 def run_unchanged(unchanged: Path, chosen: list[Mutant]) -> bool:
     """Run the tests of the mutants on a copy, which compiles it; return whether they pass."""
     tests = sorted({mutant.test for mutant in chosen})
-    first = fork_tests(unchanged, "-n", "auto", "--dist", "worksteal", *tests)
+    first = fork_tests(unchanged, ["-n", "auto", "--dist", "worksteal", *tests])
     return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 0
 
 
