@@ -19,12 +19,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from forge.errors import InvalidRequest
 from forge.outputs import RequestOutput
 from forge.request import NOTHING_CACHED, SamplingParams
 from forge.server import generation
 from forge.server.admission import AdmissionQueue
+from forge.server.body import MAX_BODY_BYTES
 from forge.server.completions import CompletionRequest, usage
-from forge.server.errors import SCORE_PATH
+from forge.server.errors import SCORE_PATH, request_aborted_error
 from forge.server.field_names import FieldNames
 from forge.server.json_route import handle_json
 from forge.server.legacy_logprobs import MIN_LOGPROB
@@ -53,6 +55,9 @@ ItemsField = Annotated[
     SkipValidation[str | list[str] | list[list[int]] | None],
     Field(description="a text, a list of texts, or a list of lists of token ids"),
 ]
+MAX_JOINED_LENGTH = MAX_BODY_BYTES
+"""Characters or ids of all prompts. Each has the query, so a short body could make long prompts."""
+
 _NAMES = FieldNames({"prompt": "items", "logprob_token_ids": "label_token_ids"})
 
 
@@ -86,6 +91,14 @@ class ScoreRequest(RequestBody):
             raise missing_field_error("items", "Give at least one text, or list of token ids")
         with _NAMES.rename_errors():
             items = parse_prompts(self.items)
+        length = len(query) * len(items) + sum(len(item.content) for item in items)
+        if length > MAX_JOINED_LENGTH:
+            raise InvalidRequest(
+                "items",
+                f"with the query they have {length} characters or ids, at most {MAX_JOINED_LENGTH}",
+                "Send them in several requests",
+                "too_many_items",
+            )
         prompts = []
         for item in items:
             param = _NAMES.client_name(item.param)
@@ -163,7 +176,12 @@ class ScoreEndpoints:
 
 
 def item_scores(request_body: ScoreRequest, output: RequestOutput) -> list[float]:
-    """Return the score of each label after the prompt of an output, which has one token."""
+    """Return the score of each label after the prompt of an output, which has one token.
+
+    Raises APIError for an output that a pause has aborted: it has none.
+    """
+    if output.finish_reason == "abort":
+        raise request_aborted_error()
     found = dict(output.logprobs[0].top)
     labels = request_body.label_token_ids or []
     logprobs = [max(found[label], MIN_LOGPROB) for label in labels]

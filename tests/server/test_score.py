@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from forge.errors import InvalidRequest
+from forge.outputs import ChoiceOutput, RequestOutput
+from forge.server.body import MAX_BODY_BYTES
+from forge.server.errors import APIError
+from forge.server.protocol import parse_request
+from forge.server.score import ScoreRequest, item_scores
 from forge.tokenizer import ByteTokenizer
 from tests.server.test_server import (
     MAX_MODEL_LEN,
@@ -139,6 +145,27 @@ def test_what_cannot_be_scored_is_refused_in_the_form_of_sglang(
     check_envelope(answer, 400, message.partition(":")[0], "")
     assert answer.json()["message"].startswith(message)
     assert server.is_idle()
+
+
+@pytest.mark.parametrize("unit", ["a", [98]], ids=["text", "ids"])
+def test_a_long_query_with_many_items_is_refused_before_they_are_joined(
+    unit: str | list[int],
+) -> None:
+    """The prompts are no longer than those that a body of /v1/completions can have."""
+    num_items = 128
+    query_len = MAX_BODY_BYTES // num_items - 1
+    body: dict[str, Any] = {"query": unit * query_len, "items": [unit] * num_items}
+    assert len(parse_request(ScoreRequest, body).parse_items()) == num_items
+    body["items"][0] = unit * 2
+    with pytest.raises(InvalidRequest, match=f"characters or ids, at most {MAX_BODY_BYTES}") as one:
+        parse_request(ScoreRequest, body).parse_items()
+    assert (one.value.field, one.value.code) == ("items", "too_many_items")
+
+
+def test_an_item_that_a_pause_has_aborted_has_no_score() -> None:
+    output = RequestOutput([98], [ChoiceOutput(0, finish_reason="abort")])
+    with pytest.raises(APIError, match="A pause of the engine ended the request"):
+        item_scores(parse_request(ScoreRequest, BODY), output)
 
 
 def test_an_error_before_the_body_is_read_has_the_same_form(server: RunningServer) -> None:
