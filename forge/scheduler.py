@@ -635,6 +635,8 @@ class Scheduler:
                 cached = self._count_loads(sequence, len(shared), num_loads)
             self.disk_cache.forget_sequence(sequence.id)
         if not sequence.epoch:  # a preempted sequence would count its own blocks
+            if not sequence.runs_first(self.requests[sequence.request.id]):
+                sequence.num_counted_blocks = sequence.bind.prompt_len // self.config.block_size
             self.num_queried_tokens += len(sequence.tokens)
             self.num_uncached_tokens += len(sequence.tokens)
             if cached is not NOTHING_CACHED:

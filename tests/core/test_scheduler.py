@@ -1023,6 +1023,19 @@ def test_a_block_of_a_prompt_counts_once_where_it_is_found_lost_and_computed_aga
     assert [each.cached_tokens for each in deltas] == [CachedTokens(device=4, written=12)]
 
 
+def test_a_block_of_a_prompt_counts_once_for_all_choices() -> None:
+    """The second choice starts after the first has ended, and computes the lost blocks again."""
+    s = scheduler(block_size=4, max_num_seqs=1)
+    s.add(request(0, prompt=range(9), max_tokens=2, n=2))
+    deltas = [delta for _ in range(2) for delta in step(s)[1]]
+    s.reset_prefix_cache()
+    plan, first_deltas = step(s)
+    assert row_spans(plan) == [(1, 0, 9)]
+    deltas += [*first_deltas, *step(s)[1]]
+    counts = [each.cached_tokens for each in deltas if each.finish is not None]
+    assert counts == [CachedTokens(written=8), CachedTokens()]
+
+
 def test_without_prefix_caching_no_block_is_written() -> None:
     s = scheduler(enable_prefix_caching=False)
     s.add(request(0, prompt=range(9), max_tokens=1))
