@@ -116,9 +116,9 @@ class Sequence:
     num_served_before     positions computed for it in earlier epochs
     num_lost_positions    most positions that its blocks had when it lost them
     num_recomputed        positions below that computed since: what its preemptions cost
-    cached_tokens         tokens of the prompt that no choice of the request computed, and those that
-                          it has `written`. Those of the choice that ran first alone
-    num_counted_blocks    first blocks of the prompt that `written` no longer counts: all of them in
+    cached_tokens         tokens of the prompt that no choice of the request computed, and those
+                          that this one has `written`. Nothing in a choice that did not run first
+    num_counted_blocks    first blocks of the prompt that `written` no longer counts; all of them in
                           a choice that did not run first
     """
 
