@@ -46,7 +46,7 @@ from forge.server.completions import (
 from forge.server.errors import excerpt
 from forge.server.field_names import FieldNames
 from forge.server.legacy_logprobs import MIN_LOGPROB
-from forge.server.messages import REASONING_KEYS, ROLES, parse_messages
+from forge.server.messages import MAX_TEMPLATE_ROLES, REASONING_KEYS, ROLES, parse_messages
 from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import (
     MAX_USER_CHARS,
@@ -250,23 +250,34 @@ def check_renders_roles(
     prompt: Sequence[int],
     render: Callable[[Sequence[ChatMessage]], Sequence[int]],
 ) -> None:
-    """Raise InvalidRequest where the template leaves out messages of roles that it does not have.
+    """Raise InvalidRequest where the template leaves out the messages of a role besides ROLES.
 
-    prompt   rendered messages. Those with other contents of such roles must differ from it
+    prompt   rendered messages. Those with other contents of such a role must differ from it
     """
-    indices = [index for index, message in enumerate(messages) if message["role"] not in ROLES]
-    if not indices:
-        return
-    others = list(messages)
-    for index in indices:
-        others[index] = {**messages[index], "content": f"{messages[index]['content']}."}
-    if render(others) == prompt:
+    first_indices: dict[str, int] = {}
+    for index, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            first_indices.setdefault(message["role"], index)
+    if len(first_indices) > MAX_TEMPLATE_ROLES:
         raise InvalidRequest(
-            f"messages[{indices[0]}].role",
-            "the model's chat template leaves out messages of this role",
-            f"Give one of {', '.join(ROLES)}",
-            "unsupported_parameter",
+            "messages",
+            f"they have {len(first_indices)} roles besides {', '.join(ROLES)}, "
+            f"at most {MAX_TEMPLATE_ROLES}",
+            "Give fewer, or a name to messages of one role",
+            "too_many_items",
         )
+    for role, index in first_indices.items():
+        others = [
+            {**message, "content": f"{message['content']}."} if message["role"] == role else message
+            for message in messages
+        ]
+        if render(others) == prompt:
+            raise InvalidRequest(
+                f"messages[{index}].role",
+                "the model's chat template leaves out messages of this role",
+                f"Give one of {', '.join(ROLES)}",
+                "unsupported_parameter",
+            )
 
 
 def effort_variables(effort: str) -> dict[str, bool | str]:

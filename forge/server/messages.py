@@ -27,6 +27,8 @@ from forge.tokenizer import ChatMessage
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that every client has. A template may know others."""
+MAX_TEMPLATE_ROLES = 4
+"""Other roles of one request: to see that the template has them, it renders once more for each."""
 MAX_TEMPLATE_KEYS = 32
 """Keys of one message that only a template may read."""
 

@@ -22,7 +22,7 @@ from forge.errors import InvalidRequest
 from forge.outputs import TextDelta
 from forge.server.chat import RESERVED_VARIABLES, ChatRequest, create_chat_choice
 from forge.server.chat_formats import find_chat_formats
-from forge.server.messages import MAX_MESSAGES, ROLES
+from forge.server.messages import MAX_MESSAGES, MAX_TEMPLATE_ROLES, ROLES
 from forge.server.protocol import parse_request
 from forge.tokenizer import MAX_CHAT_CHARS, ByteTokenizer, ChatEnd, ChatMessage
 from tests.server.test_server import (
@@ -744,6 +744,28 @@ def test_a_message_that_the_template_leaves_out_is_refused() -> None:
             "messages[1].role",
             "unsupported_parameter",
         )
+
+
+def test_each_role_that_the_template_leaves_out_is_refused() -> None:
+    """One that it writes, alongside another, does not make up for it."""
+    roles = ["critic", "wizard", "witch"]
+    body = {"messages": [*USER, *({"role": role, "content": "a"} for role in roles)]}
+    with pytest.raises(InvalidRequest, match="leaves out messages of this role") as error:
+        parse_request(ChatRequest, body).render_prompt(KnownRolesTokenizer())
+    assert error.value.field == "messages[2].role"
+
+
+def test_roles_of_a_template_are_limited() -> None:
+    """The messages are rendered once more for each."""
+
+    def render(num_roles: int) -> list[int]:
+        messages = [{"role": f"r{i % num_roles}", "content": "a"} for i in range(2 * num_roles)]
+        return parse_request(ChatRequest, {"messages": messages}).render_prompt(ByteTokenizer())
+
+    assert render(MAX_TEMPLATE_ROLES)
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_TEMPLATE_ROLES}") as error:
+        render(MAX_TEMPLATE_ROLES + 1)
+    assert (error.value.field, error.value.code) == ("messages", "too_many_items")
 
 
 def test_a_template_reads_every_key_of_a_message() -> None:
