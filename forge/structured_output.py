@@ -499,8 +499,11 @@ def _build_grammar(structure: Structure) -> str:
 
 
 def write_regex_rule(pattern: str) -> str:
-    """Return the right side of a grammar's rule for text that the whole pattern matches."""
-    return f"/{llguidance.regex_to_lark(pattern, '')}/"
+    r"""Return the right side of a grammar's rule for text that the whole pattern matches.
+
+    `\d` is 0 to 9, as in the pattern of a schema: a digit of another script is in no JSON number.
+    """
+    return f"/{llguidance.regex_to_lark(pattern, use_ascii='d')}/"
 
 
 def convert_ebnf(text: str) -> str:

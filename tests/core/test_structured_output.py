@@ -104,6 +104,40 @@ def test_an_output_is_complete_when_nothing_can_follow(pattern: str) -> None:
         assert feed_text(matcher, text.decode()) is not longer, text
 
 
+KHMER_5 = "\u17e5"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched", "refused"),
+    [
+        (r"\d", "5", KHMER_5),
+        (r"[\d.]", "5.", KHMER_5),
+        (r"[\d-x]", "5-x", KHMER_5 + "y"),
+        (r"[a\d&&[^6]]", "5a", KHMER_5 + "6"),
+        (r"\D", "x" + KHMER_5, "5"),
+        (r"[^\d]", "x" + KHMER_5, "5"),
+        (r"[^\D]", "5", "x" + KHMER_5),
+        (r"\\\d", "\\", "5"),
+        (r"[\\d]", "\\d", "5"),
+        (r"[\]\d]", "]5", KHMER_5),
+        (r"\p{Nd}", "5" + KHMER_5, "x"),
+        (r"\w", "5\u00e9" + KHMER_5, "-"),
+    ],
+)
+def test_a_digit_of_a_regex_is_ascii(pattern: str, matched: str, refused: str) -> None:
+    """Of the other classes \\w and \\s have all of Unicode. A backslash may itself be escaped."""
+    for texts, is_matched in ((matched, True), (refused, False)):
+        for char in texts:
+            matcher = SHARED_STRUCTURES.create_matcher(Structure.regex(pattern), allow_end=True)
+            is_allowed = True
+            for byte in char.encode():
+                is_allowed = byte + 1 in ids_in(matcher.mask)
+                if not is_allowed:
+                    break
+                matcher.feed(byte + 1)
+            assert is_allowed == is_matched, (pattern, char)
+
+
 def test_every_end_id_is_allowed_when_the_text_is_complete() -> None:
     matcher = create_structures((END, 257)).create_matcher(Structure.regex("a+"), allow_end=True)
     assert ids_in(matcher.mask) == {98}
