@@ -635,13 +635,13 @@ class Scheduler:
                 cached = self._count_loads(sequence, len(shared), num_loads)
             self.disk_cache.forget_sequence(sequence.id)
         if not sequence.epoch:  # a preempted sequence would count its own blocks
-            if not sequence.runs_first(self.requests[sequence.request.id]):
-                sequence.num_counted_blocks = sequence.bind.prompt_len // self.config.block_size
             self.num_queried_tokens += len(sequence.tokens)
             self.num_uncached_tokens += len(sequence.tokens)
             if cached is not NOTHING_CACHED:
                 self._count_cached(sequence, cached)
             self.new_request_ids.append(sequence.request.id)
+            if not sequence.runs_first(self.requests[sequence.request.id]):
+                sequence.num_counted_blocks = sequence.bind.prompt_len // self.config.block_size
         self.prefix_cache.add_in_progress(sequence)
         sequence.slot = self._free_slots.pop()
         self.running[sequence.id] = self._prefilling[sequence.id] = sequence

@@ -21,7 +21,7 @@ _NAME_END = re.compile(r"(?=[.\[])|$")
 
 
 class FieldNames:
-    """Names of fields of a chat request, and the client's name of each."""
+    """Names of fields of the request that a body became, and the client's name of each."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

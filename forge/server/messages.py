@@ -140,7 +140,7 @@ def _parse_template_key(param: str, key: str, value: object) -> object:
     if not _TEMPLATE_KEY.fullmatch(key):
         raise InvalidRequest(
             f"{param}.{excerpt(key)}",
-            "there is no such field, and no template can read it",
+            "its name is not 1 to 64 letters, digits and _, or begins with a digit",
             "Leave it out",
             "unknown_parameter",
         )
