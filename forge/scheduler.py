@@ -640,6 +640,7 @@ class Scheduler:
             if cached is not NOTHING_CACHED:
                 self._count_cached(sequence, cached)
             self.new_request_ids.append(sequence.request.id)
+            # What a later choice computes again was written before.
             if not sequence.runs_first(self.requests[sequence.request.id]):
                 sequence.num_counted_blocks = sequence.bind.prompt_len // self.config.block_size
         self.prefix_cache.add_in_progress(sequence)
