@@ -37,10 +37,10 @@ class MemorySample(NamedTuple):
     """Memory of the server's processes, added up, at a time of the run.
 
     rss    resident: pages that processes share count for each
-    anon   of it what no file has: heaps and stacks
+    anon   of it what no file has: heaps, stacks and shared memory
 
-    Neither depends on other programs, as the proportional set size does: that of a shared library
-    grows when another program that has it ends.
+    The system drops pages of files when other programs need memory, and reads them again. So
+    `rss` falls and grows without the server; `anon` does not.
     """
 
     at_s: float
@@ -107,13 +107,13 @@ def process_tree(pid: int) -> list[int]:
 
 
 def memory_mib(pid: int) -> tuple[float, float]:
-    """Return the resident and the anonymous memory of a process in MiB; 0 once it has ended."""
+    """Return MemorySample's `rss` and `anon` of a process in MiB; 0 once it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0.0, 0.0
     kib = {line.split()[0]: int(line.split()[1]) for line in lines[1:]}
-    return kib["Rss:"] / 1024, kib["Anonymous:"] / 1024
+    return kib["Rss:"] / 1024, (kib["Anonymous:"] + kib.get("Pss_Shmem:", 0)) / 1024
 
 
 def process_cpu_s(pid: int) -> float:

@@ -232,6 +232,14 @@ def test_a_leak_is_found_in_the_samples_of_an_hour(mib_per_minute: float, is_fau
     assert bool(find_limit_faults(growth, {})) == is_fault
 
 
+def test_files_that_are_read_again_are_no_leak() -> None:
+    samples = [each._replace(rss=each.rss + each.at_s / 60) for each in growing_samples(0.0)]
+    growth = memory_growth(samples, 600.0, 120.0)
+    assert growth is not None
+    assert growth["rss"] > 1.2
+    assert not find_limit_faults(growth, {})
+
+
 def test_a_short_run_has_no_growth() -> None:
     assert memory_growth(growing_samples(1.0)[:150], 600.0, 120.0) is None
     assert memory_growth([], 600.0, 120.0) is None
