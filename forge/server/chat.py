@@ -57,7 +57,15 @@ from forge.server.protocol import (
     ShortTextField,
 )
 from forge.server.request_head import RequestHead
-from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_entries
+from forge.server.time_slicing import (
+    ENTRIES_PER_SLICE,
+    TOKENS_PER_SLICE,
+    EncodedList,
+    SlicedWork,
+    iter_batches,
+    num_entries,
+    split_scores,
+)
 from forge.server.timings import AnswerTimings
 from forge.server.tool_formats import HERMES
 from forge.server.tools import ToolSet, check_renders_tool_calls, parse_tools
@@ -441,10 +449,8 @@ class ChatCompletionResponse:
         for choice in output.choices:
             chat_choice = self._choices[choice.index]
             message, content = chat_choice.message(choice.text, choice.token_ids), EncodedList()
-            for start in range(0, len(choice.logprobs), TOKENS_PER_SLICE):
-                batch = choice.logprobs[start : start + TOKENS_PER_SLICE]
-                content.extend(self._logprob_entries(batch))
-                yield num_entries((), batch)
+            for batch in split_scores(choice.logprobs):
+                yield from self._encode_logprobs(content, batch)
             choices.append(
                 {
                     "index": choice.index,
@@ -529,6 +535,22 @@ class ChatCompletionResponse:
         self, content: list[dict[str, Any]] | EncodedList
     ) -> dict[str, Any] | None:
         return {"content": content, "refusal": None} if self._request_body.logprobs else None
+
+    def _encode_logprobs(
+        self, content: EncodedList, logprobs: Sequence[TokenLogprob]
+    ) -> SlicedWork[None]:
+        """Add the entries of a part of `split_scores`, in slices."""
+        token, score, top = logprobs[0]
+        if len(top) <= ENTRIES_PER_SLICE:
+            content.extend(self._logprob_entries(logprobs))
+            yield num_entries((), logprobs)
+            return
+        entry = json.dumps(self._logprob_entry(token, score), separators=(",", ":"))
+        parts = (
+            [self._logprob_entry(*other) for other in part]
+            for part in iter_batches(top, ENTRIES_PER_SLICE)
+        )
+        yield from content.add_in_parts(f'{entry[:-1]},"top_logprobs":[', parts, "]}")
 
     def _logprob_entries(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Return an entry per token, each with the most likely tokens at its position.

@@ -38,7 +38,7 @@ from forge.server.protocol import (
     SamplingRequest,
     TokenIdsField,
 )
-from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork
+from forge.server.time_slicing import SlicedWork, split_scores
 from forge.server.timings import AnswerTimings
 from forge.tokenizer import Tokenizer
 
@@ -364,8 +364,8 @@ class CompletionResponse:
             block = self._logprobs[key] = self._create_logprobs(p)
             if self._request_body.echo:
                 block.add_first(self.requests[p].prompt[0])
-                for start in range(0, len(self._prompt_logprobs[p]), TOKENS_PER_SLICE):
-                    block.add(self._prompt_logprobs[p][start : start + TOKENS_PER_SLICE])
+                for batch in split_scores(self._prompt_logprobs[p]):
+                    block.add(batch)
                     yield self._chunk(p, delta.choice, text, block)
                     text = ""
             block.restart(len(self._echo_texts[p]))

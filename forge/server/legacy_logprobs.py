@@ -10,7 +10,13 @@ from itertools import groupby
 from typing import Any
 
 from forge.request import TokenLogprob
-from forge.server.time_slicing import TOKENS_PER_SLICE, SlicedWork, num_entries
+from forge.server.time_slicing import (
+    ENTRIES_PER_SLICE,
+    SlicedWork,
+    iter_batches,
+    num_entries,
+    split_scores,
+)
 from forge.tokenizer import Tokenizer
 
 TokenNamer = Callable[[int], str]
@@ -52,20 +58,28 @@ class LegacyLogprobs:
 
     def add(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Add the next tokens."""
-        name_of = self._name_token
-        for token, logprob, top in logprobs:
-            logprob = max(logprob, MIN_LOGPROB)
-            alternatives = {name_of(token): logprob}  # first, as in vLLM
-            for other, other_logprob in top:
-                alternatives.setdefault(name_of(other), max(other_logprob, MIN_LOGPROB))
-            self._append(token, logprob, alternatives)
+        for scored in logprobs:
+            for _ in self._add_in_slices(scored):
+                pass
 
     def add_all(self, logprobs: Sequence[TokenLogprob]) -> SlicedWork[None]:
         """Add any number of tokens, in slices."""
-        for start in range(0, len(logprobs), TOKENS_PER_SLICE):
-            batch = logprobs[start : start + TOKENS_PER_SLICE]
-            self.add(batch)
-            yield num_entries((), batch)
+        for batch in split_scores(logprobs):
+            if len(batch[0].top) > ENTRIES_PER_SLICE:
+                yield from self._add_in_slices(batch[0])
+            else:
+                self.add(batch)
+                yield num_entries((), batch)
+
+    def _add_in_slices(self, scored: TokenLogprob) -> SlicedWork[None]:
+        """Add one token, in slices."""
+        name_of, logprob = self._name_token, max(scored.logprob, MIN_LOGPROB)
+        alternatives = {name_of(scored.token): logprob}  # first, as in vLLM
+        for others in iter_batches(scored.top, ENTRIES_PER_SLICE):
+            for other, other_logprob in others:
+                alternatives.setdefault(name_of(other), max(other_logprob, MIN_LOGPROB))
+            yield len(others)
+        self._append(scored.token, logprob, alternatives)
 
     def restart(self, offset: int) -> None:
         """Decode the following tokens as a new text that starts at character `offset`."""

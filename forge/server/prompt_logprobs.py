@@ -9,12 +9,19 @@ Owns the entries. Knows no request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from forge.request import TokenLogprob
 from forge.server.legacy_logprobs import MIN_LOGPROB
-from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork, num_entries
+from forge.server.time_slicing import (
+    ENTRIES_PER_SLICE,
+    EncodedList,
+    SlicedWork,
+    iter_batches,
+    num_entries,
+    split_scores,
+)
 from forge.tokenizer import Tokenizer
 
 
@@ -27,23 +34,42 @@ def build_prompt_logprobs(
     """
     entries = EncodedList()
     entries.extend([None])
-    for start in range(0, len(logprobs), TOKENS_PER_SLICE):
-        batch = logprobs[start : start + TOKENS_PER_SLICE]
-        entries.extend([_build_entry(each, tokenizer) for each in batch])
-        yield num_entries((), batch)
+    for batch in split_scores(logprobs):
+        if len(batch[0].top) > ENTRIES_PER_SLICE:
+            parts = iter_batches(_rank_tokens(batch[0]), ENTRIES_PER_SLICE)
+            members = (_build_members(part, tokenizer) for part in parts)
+            yield from entries.add_in_parts("{", members, "}")
+        else:
+            entries.extend([_build_members(_rank_tokens(each), tokenizer) for each in batch])
+            yield num_entries((), batch)
     return entries
 
 
-def _build_entry(scored: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the entry of one token. Its rank is known where it is among the most likely."""
+class _RankedToken(NamedTuple):
+    """A token of an entry. Its rank is known where it is among the most likely ones."""
+
+    token: int
+    logprob: float
+    rank: int | None
+
+
+def _rank_tokens(scored: TokenLogprob) -> Iterator[_RankedToken]:
+    """Yield the token itself, and the others among the most likely ones."""
     token, logprob, top = scored
-    ranked = {other: (score, rank) for rank, (other, score) in enumerate(top, 1)}
-    chosen: dict[int, tuple[float, int | None]] = {token: (logprob, None), **ranked}
+    rank = next((rank for rank, (other, _) in enumerate(top, 1) if other == token), None)
+    yield _RankedToken(token, logprob, rank)
+    for other_rank, (other, score) in enumerate(top, 1):
+        if other != token:
+            yield _RankedToken(other, score, other_rank)
+
+
+def _build_members(ranked: Iterable[_RankedToken], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the members of these tokens of an entry."""
     return {
-        str(other): {
-            "logprob": max(score, MIN_LOGPROB),
+        str(token): {
+            "logprob": max(logprob, MIN_LOGPROB),
             "rank": rank,
-            "decoded_token": tokenizer.token_text(other),
+            "decoded_token": tokenizer.token_text(token),
         }
-        for other, (score, rank) in chosen.items()
+        for token, logprob, rank in ranked
     }

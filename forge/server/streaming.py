@@ -26,10 +26,7 @@ from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.errors import APIError, ClientDisconnected
 from forge.server.sse import EventStream
-from forge.server.time_slicing import SliceBudget, num_entries
-
-BYTES_PER_ENTRY = 256
-"""Bytes of an event that count as an entry of a slice. An echo has large events."""
+from forge.server.time_slicing import MIN_ENTRY_BYTES, SliceBudget, num_entries
 
 
 class StreamEncoder(Protocol):
@@ -97,7 +94,7 @@ class GeneratedStream(Response):
         async def send_delta(index: int, delta: TextDelta) -> None:
             for event in encoder.encode_delta(index, delta):
                 await events.send(event)
-                await budget.spend(len(event) // BYTES_PER_ENTRY)
+                await budget.spend(len(event) // MIN_ENTRY_BYTES)
             await budget.spend(1 + num_entries(delta.token_ids, delta.logprobs))
 
         try:

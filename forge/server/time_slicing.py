@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -26,7 +27,7 @@ ENTRIES_PER_SLICE = 2048
 """Entries done at once."""
 
 TOKENS_PER_SLICE = 64
-"""Tokens of a list that are built or encoded at once. Each may have twenty log probabilities."""
+"""Most tokens of a list that are built or encoded at once."""
 
 SEND_BYTES = 2**18
 """Bytes handed to the connection at once."""
@@ -40,7 +41,10 @@ SlicedWork = Generator[int, None, T]
 
 
 class EncodedList:
-    """A list of objects, each encoded when it is added, so that only its text is kept."""
+    """A list of objects, each encoded when it is added, so that only its text is kept.
+
+    parts   JSON of the list, cut at commas
+    """
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -53,6 +57,19 @@ class EncodedList:
     def add_json(self, text: str) -> None:
         """Add an item that is the text of JSON."""
         self.parts.append(text)
+
+    def add_in_parts(
+        self, start: str, parts: Iterable[Sequence[object] | Mapping[str, object]], end: str
+    ) -> SlicedWork[None]:
+        """Encode and add one item in slices: its JSON is `start`, the members, `end`.
+
+        parts   lists or objects with the members, at least one
+        """
+        for part in parts:
+            self.parts.append(start + _dumps(part)[1:-1])
+            start = ""
+            yield len(part)
+        self.parts[-1] += end
 
 
 class SliceBudget:
@@ -84,6 +101,21 @@ async def run_in_slices(work: SlicedWork[T]) -> T:
 def num_entries(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> int:
     """Return the number of entries of these tokens and log probabilities."""
     return len(tokens) + len(scores) * (1 + len(scores[0].top) if scores else 0)
+
+
+def iter_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield the items in lists of `size`, the last of which may be shorter."""
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def split_scores(scores: Sequence[TokenLogprob]) -> Iterator[Sequence[TokenLogprob]]:
+    """Yield the log probabilities of as many tokens as one slice has, at least of one token."""
+    if scores:
+        size = max(1, min(TOKENS_PER_SLICE, ENTRIES_PER_SLICE // num_entries((), scores[:1])))
+        for start in range(0, len(scores), size):
+            yield scores[start : start + size]
 
 
 def encode_json(work: SlicedWork[dict[str, Any]]) -> SlicedWork[list[bytes]]:
@@ -125,7 +157,8 @@ class JSONPartsResponse(Response):
 def iter_json(value: object) -> Iterator[str]:
     """Yield the value as JSON without spaces, in parts of at most TOKENS_PER_SLICE list items.
 
-    Objects, also those in a list of `choices`, are cut between and within their members.
+    Objects, also those in a list of `choices`, are cut between and within their members. So are
+    objects in other lists, but only those with more members than a slice.
     """
     if isinstance(value, dict):
         separator = "{"
@@ -140,6 +173,10 @@ def iter_json(value: object) -> Iterator[str]:
             yield separator + part
             separator = ","
         yield "]" if value.parts else "[]"
+    elif isinstance(value, list) and value and _is_long_object(value[-1]):
+        for index, item in enumerate(value):
+            yield from _iter_object_parts("," if index else "[", item)
+        yield "]"
     elif isinstance(value, list) and len(value) > TOKENS_PER_SLICE:
         for start in range(0, len(value), TOKENS_PER_SLICE):
             part = _dumps(value[start : start + TOKENS_PER_SLICE])[1:-1]
@@ -156,6 +193,23 @@ def _iter_choices(items: list[Any]) -> Iterator[str]:
         yield from iter_json(item)
         separator = ","
     yield "]" if items else "[]"
+
+
+def _is_long_object(value: object) -> bool:
+    return isinstance(value, dict) and len(value) > ENTRIES_PER_SLICE
+
+
+def _iter_object_parts(start: str, item: object) -> Iterator[str]:
+    """Yield `start` and an item of a list, in parts of at most ENTRIES_PER_SLICE members."""
+    if not _is_long_object(item):
+        yield start + _dumps(item)
+        return
+    assert isinstance(item, dict)
+    start += "{"
+    for members in iter_batches(item.items(), ENTRIES_PER_SLICE):
+        yield start + _dumps(dict(members))[1:-1]
+        start = ","
+    yield "}"
 
 
 def _dumps(value: object) -> str:

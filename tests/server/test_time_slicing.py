@@ -16,24 +16,32 @@ import httpx
 import pytest
 
 from forge.async_llm import MAX_DELTAS_PER_READ, AsyncLLM
-from forge.outputs import TextDelta
-from forge.request import SamplingParams
+from forge.outputs import RequestOutput, TextDelta
+from forge.request import Request, SamplingParams, TokenLogprob
 from forge.server.app import create_app
+from forge.server.chat import ChatCompletionResponse, ChatRequest
+from forge.server.chat_formats import find_chat_formats
+from forge.server.legacy_logprobs import LegacyLogprobs
+from forge.server.prompt_logprobs import build_prompt_logprobs
+from forge.server.protocol import parse_request
 from forge.server.time_slicing import (
     ENTRIES_PER_SLICE,
     TOKENS_PER_SLICE,
     EncodedList,
+    SlicedWork,
     encode_json,
     iter_json,
     run_in_slices,
 )
 from forge.server.tokenization import MAX_IDS, MAX_TEXT_CHARS
+from forge.tokenizer import ByteTokenizer
 
 MOST_CALLS = 25 * ENTRIES_PER_SLICE
 """Most calls in one callback: an entry needs about ten, and two slices may share a callback."""
 
 MANY = {"model": "hash", "n": 64, "max_tokens": 8, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+LONG = {"model": "hash", "max_tokens": 64, "ignore_eos": True}
 ECHO = {"model": "hash", "max_tokens": 0, "echo": True, "logprobs": 20}
 
 
@@ -84,6 +92,7 @@ def measure_callbacks(path: str, body: dict[str, Any]) -> tuple[httpx.Response, 
 
     async def measure() -> httpx.Response:
         options: dict[str, Any] = {"num_blocks": 2048, "block_size": 16, "max_num_seqs": 128}
+        options["max_logprobs"] = -1
         async with AsyncLLM("hash", **options) as llm:
             transport = httpx.ASGITransport(create_app(llm))
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
@@ -102,8 +111,12 @@ def measure_callbacks(path: str, body: dict[str, Any]) -> tuple[httpx.Response, 
         pytest.param("/v1/chat/completions", {**CHAT, **MANY}, marks=pytest.mark.long),
         ("/v1/completions", {"prompt": "a", "logprobs": 20, "stream": True, **MANY}),
         ("/v1/completions", {"prompt": "a" * 512, "n": 1, **ECHO}),
+        ("/v1/completions", {"prompt": "a", "logprobs": -1, **LONG}),
+        ("/v1/completions", {"prompt": "a" * 64, "stream": True, **ECHO, "logprobs": -1}),
+        ("/v1/completions", {"prompt": "a" * 64, "prompt_logprobs": -1, **LONG, "max_tokens": 1}),
+        ("/v1/chat/completions", {**CHAT, **LONG, "logprob_token_ids": list(range(128))}),
     ],
-    ids=["choices", "chat", "stream", "echo"],
+    ids=["choices", "chat", "stream", "echo", "all", "stream all", "prompt", "listed"],
 )
 def test_no_callback_does_more_for_an_answer_of_many_log_probabilities(
     path: str, body: dict[str, Any]
@@ -137,6 +150,7 @@ VALUES: list[Any] = [
     {"choices": [{"index": 0, "logprobs": {"tokens": ["\n\u2028"] * 200}}, {}], "usage": {"n": 1}},
     [{"a": i} for i in range(TOKENS_PER_SLICE)],
     [{"a": [i]} for i in range(3 * TOKENS_PER_SLICE + 1)],
+    [None, {"a": 1}, {str(i): i for i in range(3 * ENTRIES_PER_SLICE)}],
 ]
 
 
@@ -158,6 +172,85 @@ def test_no_part_has_more_items_than_a_slice() -> None:
     scores = [{"token": "a", "top": [{"token": "b"}] * 20}] * 1000
     parts = list(iter_json({"choices": [{"logprobs": {"content": scores}}]}))
     assert max(part.count('"top"') for part in parts) == TOKENS_PER_SLICE
+
+
+VOCABULARY = ByteTokenizer(tuple(f"<{i}>" for i in range(3 * ENTRIES_PER_SLICE)))
+RANKED = tuple((token, -0.5 * token) for token in range(VOCABULARY.vocab_size))
+WHOLE = [TokenLogprob(7, -3.5, RANKED), TokenLogprob(8, -1.0, RANKED[:2])]
+"""A token that comes with the whole vocabulary, and one that is not among its most likely ones."""
+
+
+def build_chat_logprobs() -> SlicedWork[Any]:
+    body = parse_request(ChatRequest, {"model": "a", "messages": [], "logprobs": True})
+    request = Request(0, (1,), SamplingParams(logprobs=-1))
+    output = RequestOutput.empty(request)
+    output.append(TextDelta(0, "ab", (7, 8), "stop", tuple(WHOLE)))
+    formats = find_chat_formats(VOCABULARY)
+    answer = ChatCompletionResponse(body, request, VOCABULARY, formats, {})
+    whole = yield from answer.body([output])
+    return whole["choices"][0]["logprobs"]["content"]
+
+
+def build_legacy_logprobs() -> SlicedWork[Any]:
+    block = LegacyLogprobs(VOCABULARY, VOCABULARY.token_text, 0)
+    yield from block.add_all(WHOLE)
+    return block.take()["top_logprobs"]
+
+
+def chat_entry(token: int, logprob: float) -> dict[str, Any]:
+    data = list(VOCABULARY.token_bytes(token))
+    return {"token": VOCABULARY.token_text(token), "logprob": logprob, "bytes": data}
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (
+            build_prompt_logprobs(WHOLE, VOCABULARY),
+            [
+                None,
+                *(
+                    {
+                        str(t): {"logprob": x, "rank": r, "decoded_token": VOCABULARY.token_text(t)}
+                        for t, x, r in ((token, score, None), *((t, x, t + 1) for t, x in top))
+                    }
+                    for token, score, top in WHOLE
+                ),
+            ],
+        ),
+        (
+            build_chat_logprobs(),
+            [
+                {
+                    **chat_entry(token, score),
+                    "top_logprobs": [chat_entry(*other) for other in top],
+                }
+                for token, score, top in WHOLE
+            ],
+        ),
+        (
+            build_legacy_logprobs(),
+            [
+                {VOCABULARY.token_text(t): x for t, x in ((token, score), *top)}
+                for token, score, top in WHOLE
+            ],
+        ),
+    ],
+    ids=["prompt", "chat", "legacy"],
+)
+def test_a_token_with_a_whole_vocabulary_is_built_and_encoded_in_slices(
+    work: SlicedWork[Any], expected: Any
+) -> None:
+    slices = []
+    while True:
+        try:
+            slices.append(next(work))
+        except StopIteration as end:
+            parts = list(iter_json(end.value))
+            break
+    assert json.loads("".join(parts)) == expected
+    assert max(slices) <= ENTRIES_PER_SLICE and sum(slices) > 3 * ENTRIES_PER_SLICE
+    assert max(map(len, parts)) < 100 * ENTRIES_PER_SLICE
 
 
 def test_others_run_between_the_slices_of_an_answer() -> None:
