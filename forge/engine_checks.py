@@ -6,6 +6,7 @@ so any thread may call a check.
     check_config      config  against the model
     check_request     request against the model, the config and the tokenizer
     check_pool_sizes  sizes   against the config
+    count_logprobs    log probabilities of a request, for checks of several
     require_...       what a model must offer for a command
 
 Always true: a check changes nothing, and its error names the field, the limit and the remedy.
@@ -14,6 +15,7 @@ Always true: a check changes nothing, and its error names the field, the limit a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from forge.config import MAX_GEOMETRY, EngineConfig
 from forge.errors import InvalidConfig, InvalidRequest
@@ -24,6 +26,34 @@ from forge.weights import Sleeps, UpdatesWeights
 
 MAX_LOGPROB_ENTRIES = 2**22
 """Limit for a request with more than MAX_FAST_LOGPROBS: a server takes 3 GB for as many."""
+
+
+class LogprobCount(NamedTuple):
+    """Log probabilities that come with the tokens of a prompt or of its choices, at most."""
+
+    per_token: int
+    num_tokens: int
+
+    @property
+    def num_many(self) -> int:
+        """All of them where each token has more than MAX_FAST_LOGPROBS, else 0."""
+        return self.per_token * self.num_tokens if self.per_token > MAX_FAST_LOGPROBS else 0
+
+
+def count_logprobs(
+    name: str, request: Request, max_model_len: int, vocab_size: int
+) -> LogprobCount:
+    """Return the count of a request.
+
+    name   logprobs: of the tokens of its choices; prompt_logprobs: of its prompt
+    """
+    params, prompt_len = request.params, len(request.prompt)
+    per_token = min(getattr(params, name) or 0, vocab_size)
+    if name == "prompt_logprobs":
+        return LogprobCount(per_token, prompt_len - 1)
+    room = max_model_len - prompt_len
+    num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+    return LogprobCount(len(params.logprob_token_ids) or per_token, params.n * num_tokens)
 
 
 def check_config(config: EngineConfig, model: Model) -> None:
@@ -72,28 +102,20 @@ def check_request(
 
 def _check_logprobs(name: str, request: Request, config: EngineConfig, vocab_size: int) -> None:
     """Raise InvalidRequest for more log probabilities than the engine or its memory allows."""
-    params, prompt_len = request.params, len(request.prompt)
-    count = getattr(params, name)
-    if count is None:
-        return
-    count = min(count, vocab_size)
+    num_likely = min(getattr(request.params, name) or 0, vocab_size)
     limit = vocab_size if config.max_logprobs == -1 else config.max_logprobs
-    if count > limit:
+    if num_likely > limit:
         raise InvalidRequest(
             name,
-            f"{count} is more than {limit}",
-            f"Give less, or start with --max-logprobs {count}",
+            f"{num_likely} is more than {limit}",
+            f"Give less, or start with --max-logprobs {num_likely}",
         )
-    num_positions = prompt_len - 1
-    if name == "logprobs":
-        max_tokens = params.max_tokens
-        room = config.max_model_len - prompt_len
-        num_positions = params.n * (room if max_tokens is None else min(room, max_tokens))
-    num_entries = count * num_positions
-    if count > MAX_FAST_LOGPROBS and num_entries > MAX_LOGPROB_ENTRIES:
+    count = count_logprobs(name, request, config.max_model_len, vocab_size)
+    if count.num_many > MAX_LOGPROB_ENTRIES:
         raise InvalidRequest(
             name,
-            f"{count} for each of {num_positions} tokens are more than {MAX_LOGPROB_ENTRIES}",
+            f"{count.per_token} for each of {count.num_tokens} tokens are more than "
+            f"{MAX_LOGPROB_ENTRIES}",
             "Request fewer tokens or fewer log probabilities",
         )
 

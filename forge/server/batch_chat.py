@@ -16,7 +16,7 @@ from pydantic import Field
 from forge.errors import InvalidRequest
 from forge.outputs import RequestOutput
 from forge.request import NOTHING_CACHED, Request
-from forge.server import chat
+from forge.server import chat, generation
 from forge.server.admission import AdmissionQueue
 from forge.server.chat import ChatCompletionResponse, ChatRequest
 from forge.server.chat_formats import ChatFormats
@@ -83,6 +83,8 @@ async def build_requests(
     for index, each in enumerate(chats):
         with FieldNames({"messages": f"messages[{index}]"}).rename_errors():
             requests.append(await chat.build_request(queue, each, head, formats))
+    with FieldNames({"logprobs": "top_logprobs"}).rename_errors():
+        generation.check_logprobs(queue.llm, requests)
     return requests
 
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from forge.async_llm import AsyncLLM
+from forge.engine_checks import MAX_LOGPROB_ENTRIES, count_logprobs
 from forge.errors import EngineClosed, EngineDead, InvalidRequest
 from forge.llm import RequestFields
 from forge.outputs import RequestOutput, TextDelta
@@ -83,7 +84,29 @@ async def build_requests(
     def build() -> list[Request]:
         return [_build_request(queue.llm, prompt, params, fields) for prompt in prompts]
 
-    return await run_in_thread_if_long(prompts, build)
+    requests = await run_in_thread_if_long(prompts, build)
+    check_logprobs(queue.llm, requests)
+    return requests
+
+
+def check_logprobs(llm: AsyncLLM, requests: Sequence[Request]) -> None:
+    """Raise InvalidRequest where one response has too many log probabilities.
+
+    A response has those of the prompt in each choice.
+    """
+    engine = llm.engine
+    max_model_len, vocab_size = engine.config.max_model_len, engine.model.vocab_size()
+    for name in ("logprobs", "prompt_logprobs"):
+        total = 0
+        for request in requests:
+            num_many = count_logprobs(name, request, max_model_len, vocab_size).num_many
+            total += num_many * (request.params.n if name == "prompt_logprobs" else 1)
+        if total > MAX_LOGPROB_ENTRIES:
+            raise InvalidRequest(
+                name,
+                f"{total} for all prompts and choices are more than {MAX_LOGPROB_ENTRIES}",
+                "Send fewer prompts at a time, or request fewer choices or log probabilities",
+            )
 
 
 async def run_in_thread_if_long(prompts: Sequence[NamedPrompt], work: Callable[[], T]) -> T:

@@ -418,6 +418,11 @@ def test_an_engine_limits_log_probabilities(field: str) -> None:
     submit(20, 20, **{**too_many})
     with pytest.raises(InvalidRequest, match="are more than 4194304"):
         submit(-1, 200, **too_many)
+    if field == "logprobs":  # listed ids are many without any option
+        listed = {"logprob_token_ids": range(128)}
+        submit(20, 0, max_tokens=2**15, **listed)
+        with pytest.raises(InvalidRequest, match="128 for each of 32769 tokens are more"):
+            submit(20, 0, max_tokens=2**15 + 1, **listed)
 
 
 def test_every_token_of_the_model_can_be_named() -> None:

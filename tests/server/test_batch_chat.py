@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -116,7 +117,8 @@ def test_options_set_fields_of_requests_that_leave_them_out(llm: AsyncLLM) -> No
     timed_app = create_app(llm, served_model_name="hash", request_defaults=metrics)
     for fields, has_metrics in (({}, True), ({"return_metrics": False}, False)):
         assert ("metrics" in post(timed_app, CHAT, **chat, **fields).json()) == has_metrics
-    assert "metrics" not in post(timed_app, BATCH, **GREEDY, messages=CHATS).json()
+    batch = post(timed_app, BATCH, **GREEDY, messages=CHATS).json()
+    assert "metrics" not in batch and len(batch["choices"]) == 2
     wrong = post(app, CHAT, **chat, stream=True, stream_options={"x": 1})
     check_envelope(wrong, 400, "stream_options", "unknown_parameter")
 
@@ -142,3 +144,27 @@ def test_an_error_names_each_key_that_is_no_token_id(app: Starlette) -> None:
     answer = post(app, "/v1/completions", model="hash", prompt="x", logit_bias=bias)
     check_envelope(answer, 400, "logit_bias", "invalid_type")
     assert "'x', 'y' are not token ids" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": [[5] * 9] * 96, "logprobs": -1}, "logprobs"),
+        (
+            "/v1/completions",
+            {"prompt": [5] * 140, "n": 128, "prompt_logprobs": -1, "max_tokens": 1},
+            "prompt_logprobs",
+        ),
+        (BATCH, {"messages": CHATS[:1] * 96, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ],
+)
+def test_one_response_has_no_more_log_probabilities_for_several_prompts_or_choices(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    with closing(AsyncLLM("hash", **{**SMALL, "max_logprobs": -1})) as llm:
+        app = create_app(llm, served_model_name="hash")
+        answer = post(app, path, **{"model": "hash", "max_tokens": 200, **fields})
+        check_envelope(answer, 400, param, "invalid_value")
+        assert (
+            "for all prompts and choices are more than 4194304" in answer.json()["error"]["message"]
+        )
