@@ -244,7 +244,7 @@ def num_properties(schema: object) -> int:
 
 def _check_reasoning(field: str, reasoning: object) -> None:
     if not isinstance(reasoning, Reasoning) or not all(isinstance(each, str) for each in reasoning):
-        raise _invalid_value(field, reasoning, "a forge.Reasoning", "Give two markers")
+        raise _invalid_value(field, reasoning, "a forge.request.Reasoning", "Give two markers")
     if not reasoning.end or max(map(len, reasoning)) > MAX_MARKER_CHARS:
         raise _invalid_value(
             field,
@@ -277,7 +277,9 @@ def _check_structure(structure: object) -> None:
 def _check_thinking_budget(budget: object, structure: Structure | None) -> None:
     field = "thinking_budget"
     if not isinstance(budget, ThinkingBudget):
-        raise _invalid_value(field, budget, "a forge.ThinkingBudget", "Give one")
+        raise _invalid_value(
+            field, budget, "a forge.request.ThinkingBudget", "Give the budget and its end"
+        )
     _check_int(field, budget.num_tokens, 0, 2**31 - 1)
     _check_reasoning(field, budget.reasoning)
     if type(budget.end_ids) is not tuple or not _parse_token_ids(field, budget.end_ids):

@@ -46,7 +46,7 @@ def find_end_ids(
             f"{START_KEY} is not {reasoning.begin!r}, with which the model's format begins",
             "Leave it out, or give another --reasoning-parser",
         )
-    if text.find(reasoning.end) != len(text) - len(reasoning.end):
+    if not text.endswith(reasoning.end) or text.count(reasoning.end) > 1:
         raise InvalidConfig(
             OPTION,
             f"{END_KEY} does not end with {reasoning.end!r}, or has it twice",
@@ -54,7 +54,14 @@ def find_end_ids(
         )
     end_ids = tuple(encode_marked(tokenizer, text))
     data = b"".join(map(tokenizer.token_bytes, end_ids))
-    if len(end_ids) > MAX_LISTED_IDS or not data.endswith(reasoning.end.encode()):
+    keeps_end = data.endswith(reasoning.end.encode())
+    if not keys and not keeps_end:  # nothing was requested: chats refuse a budget
+        return ()
+    if tokenizer.eos_token in end_ids:
+        raise InvalidConfig(
+            OPTION, f"{END_KEY} has the token that ends an answer", "Leave its name out"
+        )
+    if len(end_ids) > MAX_LISTED_IDS or not keeps_end:
         raise InvalidConfig(
             OPTION,
             f"{END_KEY} has {len(end_ids)} tokens, at most {MAX_LISTED_IDS}, or the tokenizer "

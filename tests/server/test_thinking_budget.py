@@ -125,7 +125,8 @@ def test_a_budget_that_is_none_is_refused_by_name(
     body = {"model": "hash", "messages": USER, **fields}
     answer = server.post(path, **{name: value for name, value in body.items() if value is not None})
     if path == "/v1/messages":
-        assert answer.status_code == 400 and param in answer.json()["error"]["message"]
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and f"{param}: it is not an integer from 1 to" in message
     else:
         check_envelope(answer, 400, param, code)
 
@@ -173,6 +174,22 @@ def test_a_marker_that_is_a_special_token_is_forced_as_that_token() -> None:
         assert end_ids == tuple(TOKENIZER.encode(expected))
 
 
+class UpperCaseTokenizer(ByteTokenizer):
+    """A tokenizer that does not keep the text of a marker."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(text.upper())
+
+
+def test_a_marker_that_a_tokenizer_does_not_keep_ends_no_reasoning_and_no_start_of_a_server() -> (
+    None
+):
+    tokenizer = UpperCaseTokenizer()
+    assert find_end_ids(tokenizer, THINK, None) == find_end_ids(tokenizer, THINK, "{}") == ()
+    with pytest.raises(InvalidConfig, match="does not keep its end"):
+        find_end_ids(tokenizer, THINK, CONFIG)
+
+
 @pytest.mark.parametrize(
     ("reasoning", "config", "problem"),
     [
@@ -182,7 +199,9 @@ def test_a_marker_that_is_a_special_token_is_forced_as_that_token() -> None:
         (THINK, '{"end": "</think>"}', "no key 'end'"),
         (THINK, '{"reasoning_start_str": "[THINK]"}', "reasoning_start_str is not '<think>'"),
         (THINK, '{"reasoning_end_str": "Stop."}', "does not end with '</think>'"),
+        (THINK, '{"reasoning_end_str": "Stop it"}', "does not end with '</think>'"),
         (THINK, '{"reasoning_end_str": "</think></think>"}', "has it twice"),
+        (THINK, '{"reasoning_end_str": "<|end|></think>"}', "the token that ends an answer"),
         (THINK, f'{{"reasoning_end_str": "{"a" * 1024}</think>"}}', "at most 1024"),
         (None, '{"reasoning_end_str": "</think>"}', "no end that can be forced"),
         (HARMONY, '{"reasoning_end_str": "</think>"}', "no end that can be forced"),

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, SkipValidation
 
 from forge.errors import InvalidRequest
+from forge.server.chat import MAX_THINKING_TOKENS
 from forge.server.chat_fields import ChatFields, TranslatedChat, build_chat
 from forge.server.errors import excerpt
 from forge.server.messages_api.content import MessageBuilder, check_cache_control
@@ -155,8 +156,10 @@ class MessagesRequest(ChatFields):
             )
         check_keys("thinking", thinking, THINKING_KEYS[kind])
         budget = thinking.get("budget_tokens", 1)
-        if type(budget) is not int or budget < 1:
-            raise invalid_field_error("thinking.budget_tokens", "it is not an integer from 1")
+        if type(budget) is not int or not 1 <= budget <= MAX_THINKING_TOKENS:
+            raise invalid_field_error(
+                "thinking.budget_tokens", f"it is not an integer from 1 to {MAX_THINKING_TOKENS}"
+            )
         if thinking.get("display") not in (None, "summarized", "omitted"):
             raise invalid_field_error("thinking.display", "it is neither summarized nor omitted")
         return kind != "disabled"
