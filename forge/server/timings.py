@@ -15,16 +15,16 @@ from typing import Any
 from forge.server.json_schema import COUNT, object_schema, or_null, with_optional
 from forge.timings import ChoiceTimings
 
-_MILLISECONDS = or_null({"type": "number", "minimum": 0})
+_NOT_NEGATIVE = or_null({"type": "number", "minimum": 0})
 TIMINGS = {
     "timings": object_schema(
-        queue_ms=_MILLISECONDS,
-        time_to_first_token_ms=_MILLISECONDS,
+        queue_ms=_NOT_NEGATIVE,
+        time_to_first_token_ms=_NOT_NEGATIVE,
         cache_n=COUNT,
         prompt_n=COUNT,
-        prompt_ms=_MILLISECONDS,
+        prompt_ms=_NOT_NEGATIVE,
         predicted_n=COUNT,
-        predicted_ms=_MILLISECONDS,
+        predicted_ms=_NOT_NEGATIVE,
         preemptions=COUNT,
         recomputed_n=COUNT,
     )
@@ -35,11 +35,11 @@ METRICS = {
     "metrics": or_null(
         with_optional(
             object_schema(),
-            time_to_first_token_ms=_MILLISECONDS,
-            generation_time_ms=_MILLISECONDS,
-            queue_time_ms=_MILLISECONDS,
-            mean_itl_ms=_MILLISECONDS,
-            tokens_per_second=_MILLISECONDS,
+            time_to_first_token_ms=_NOT_NEGATIVE,
+            generation_time_ms=_NOT_NEGATIVE,
+            queue_time_ms=_NOT_NEGATIVE,
+            mean_itl_ms=_NOT_NEGATIVE,
+            tokens_per_second=_NOT_NEGATIVE,
         )
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -253,6 +254,33 @@ def test_outputs_are_those_without_a_budget_up_to_its_end_which_follows(
     assert engine.scheduler.num_preemptions > 0
     # As under a structure, no draft model proposes: its masks would follow from unknown tokens.
     assert (engine.scheduler.num_draft_tokens > 0) == (method == "ngram")
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens"),
+    [
+        ({"logit_bias": {PIECES.index("</think>"): -100.0}}, 8),
+        ({"stop_token_ids": ids("</think>"), "min_tokens": 6}, 8),
+        ({"stop_token_ids": ids("</think>")}, 4),
+        ({"frequency_penalty": 2.0, "repetition_penalty": 10.0}, 8),
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nothing_keeps_the_forced_end_away(
+    fields: dict[str, Any], num_tokens: int, depth: int
+) -> None:
+    """With two choices, each of which has its own budget."""
+    budget = ThinkingBudget(2, OPENED, ids("a", "</think>"))
+    fixed: dict[str, Any] = {"max_tokens": 8, "seed": 1, "ignore_eos": True, "n": 2}
+    params = SamplingParams(thinking_budget=budget, **fixed, **fields)
+    engine = Engine(HashModel(**SIZE), config(depth=depth), TOKENIZER)
+    found: tuple[list[int], list[int]] = ([], [])
+    engine.submit(Request(0, (5, 6), params))
+    while engine.has_work:
+        for delta in engine.step():
+            found[delta.choice].extend(delta.tokens)
+    assert [each[2:4] for each in found] == [list(budget.end_ids)] * 2
+    assert [len(each) for each in found] == [num_tokens] * 2
 
 
 def test_a_recording_with_a_budget_replays() -> None:
