@@ -9,15 +9,16 @@ engine's own. A preempted request had its first token and does not count again.
                  queue_timeout ──► 503
     one more ──► 429 queue_full          request_timeout, of all of it ──► 504
 
-Always true: at most max_queue requests wait.
+Always true: at most max_queue requests wait, and the whole responses that are made have at most
+MAX_HELD_LOGPROBS.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
@@ -26,6 +27,7 @@ from forge.limits import DEFAULT_LIMITS, Limits
 from forge.request import SamplingParams
 from forge.server.errors import (
     deadline_exceeded_error,
+    logprobs_full_error,
     queue_full_error,
     queue_timeout_error,
     sandbox_died_error,
@@ -33,6 +35,8 @@ from forge.server.errors import (
 )
 
 MAX_RETRY_AFTER_S = 60
+MAX_HELD_LOGPROBS = 2**24
+"""Log probabilities of the whole responses that are made at the same time: some 12 GB of memory."""
 
 
 class AdmissionQueue:
@@ -47,6 +51,7 @@ class AdmissionQueue:
         self.num_waiting = 0
         self._sandbox = GrammarSandbox(lambda: llm.engine.grammar_backend.vocabulary())
         self._num_compiling = 0
+        self._num_held_logprobs = 0
         self._last_queue_time_s = 0.0
 
     @property
@@ -100,6 +105,20 @@ class AdmissionQueue:
         finally:
             self._num_compiling -= 1
         self.llm.engine.grammar_backend.mark_compilable(structure, level)
+
+    @contextmanager
+    def hold_logprobs(self, count: int) -> Iterator[None]:
+        """Count the log probabilities of a whole response for the block.
+
+        count   0 where each token has few. Raises APIError where there are too many at this time
+        """
+        if count and self._num_held_logprobs + count > MAX_HELD_LOGPROBS:
+            raise logprobs_full_error(count, MAX_HELD_LOGPROBS, self.retry_after_s)
+        self._num_held_logprobs += count
+        try:
+            yield
+        finally:
+            self._num_held_logprobs -= count
 
     @asynccontextmanager
     async def enter(self, num_requests: int) -> AsyncIterator[Callable[[], None]]:

@@ -148,6 +148,17 @@ def queue_full_error(max_queue: int, retry_after_s: int) -> APIError:
     )
 
 
+def logprobs_full_error(count: int, max_logprobs: int, retry_after_s: int) -> APIError:
+    """Return the 429 for a response with many log probabilities while others have too many."""
+    return APIError(
+        429,
+        "queue_full",
+        f"The response has {count} log probabilities, and those in progress have too many for "
+        f"{max_logprobs} together. Request fewer, or try again in {retry_after_s} s",
+        headers={"retry-after": str(retry_after_s)},
+    )
+
+
 def sandbox_full_error(problem: str, retry_after_s: int) -> APIError:
     """Return the 429 for a sandbox whose queue of slow structures is full."""
     return APIError(

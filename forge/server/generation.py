@@ -90,23 +90,29 @@ async def build_requests(
 
 
 def check_logprobs(llm: AsyncLLM, requests: Sequence[Request]) -> None:
-    """Raise InvalidRequest where one response has too many log probabilities.
-
-    A response has those of the prompt in each choice.
-    """
-    engine = llm.engine
-    max_model_len, vocab_size = engine.config.max_model_len, engine.model.vocab_size()
+    """Raise InvalidRequest where one response has too many log probabilities."""
     for name in ("logprobs", "prompt_logprobs"):
-        total = 0
-        for request in requests:
-            num_many = count_logprobs(name, request, max_model_len, vocab_size).num_many
-            total += num_many * (request.params.n if name == "prompt_logprobs" else 1)
+        total = _num_many_logprobs(llm, requests, name)
         if total > MAX_LOGPROB_ENTRIES:
             raise InvalidRequest(
                 name,
                 f"{total} for all prompts and choices are more than {MAX_LOGPROB_ENTRIES}",
                 "Send fewer prompts at a time, or request fewer choices or log probabilities",
             )
+
+
+def _num_many_logprobs(llm: AsyncLLM, requests: Sequence[Request], name: str) -> int:
+    """Return how many log probabilities one response has where each token has many.
+
+    It has those of a prompt in each choice.
+    """
+    engine = llm.engine
+    max_model_len, vocab_size = engine.config.max_model_len, engine.model.vocab_size()
+    total = 0
+    for request in requests:
+        num_many = count_logprobs(name, request, max_model_len, vocab_size).num_many
+        total += num_many * (request.params.n if name == "prompt_logprobs" else 1)
+    return total
 
 
 async def run_in_thread_if_long(prompts: Sequence[NamedPrompt], work: Callable[[], T]) -> T:
@@ -217,9 +223,15 @@ async def create_response(
     http_request_id: str,
     build_body: Callable[[Sequence[RequestOutput]], SlicedWork[dict[str, Any]]],
 ) -> Response:
-    """Return the response whose body `build_body` makes of the outputs. Raises APIError."""
-    outputs = await generate_outputs(queue, requests, http_request_id)
-    return JSONPartsResponse(await run_in_slices(encode_json(build_body(outputs))))
+    """Return the response whose body `build_body` makes of the outputs. Raises APIError.
+
+    Also where the responses in progress have too many log probabilities.
+    """
+    names = ("logprobs", "prompt_logprobs")
+    count = sum(_num_many_logprobs(queue.llm, requests, name) for name in names)
+    with queue.hold_logprobs(count):
+        outputs = await generate_outputs(queue, requests, http_request_id)
+        return JSONPartsResponse(await run_in_slices(encode_json(build_body(outputs))))
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

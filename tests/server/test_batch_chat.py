@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -11,7 +12,11 @@ from starlette.applications import Starlette
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig
+from forge.request import SamplingParams
+from forge.server import generation
+from forge.server.admission import MAX_HELD_LOGPROBS, AdmissionQueue
 from forge.server.app import create_app
+from forge.server.errors import APIError
 from forge.server.request_defaults import RequestDefaults
 from tests.server.test_routes import SMALL, get, post
 from tests.server.test_server import check_envelope, parse_chunks
@@ -168,3 +173,33 @@ def test_one_response_has_no_more_log_probabilities_for_several_prompts_or_choic
         assert (
             "for all prompts and choices are more than 4194304" in answer.json()["error"]["message"]
         )
+
+
+def test_responses_in_progress_have_so_many_log_probabilities_together() -> None:
+    """A response that has few for each token is made nevertheless."""
+    listed = {"logprob_token_ids": tuple(range(128)), "logprobs": 0}
+
+    async def respond(llm: AsyncLLM, queue: AdmissionQueue, **fields: Any) -> int:
+        params = SamplingParams(max_tokens=2, **fields)
+        request = llm.create_request("a", params)
+
+        def build_body(outputs: Any) -> Any:
+            yield 1
+            return {"text": outputs[0].text}
+
+        return (await generation.create_response(queue, [request], "", build_body)).status_code
+
+    async def test() -> None:
+        async with AsyncLLM("hash", **SMALL) as llm:
+            queue = AdmissionQueue(llm)
+            with queue.hold_logprobs(MAX_HELD_LOGPROBS - 255):
+                with pytest.raises(APIError) as error:
+                    await respond(llm, queue, **listed)
+                assert (error.value.status, error.value.code) == (429, "queue_full")
+                assert await respond(llm, queue, logprobs=20) == 200
+            with queue.hold_logprobs(MAX_HELD_LOGPROBS - 256):
+                assert await respond(llm, queue, **listed) == 200
+            with queue.hold_logprobs(MAX_HELD_LOGPROBS):
+                pass
+
+    asyncio.run(asyncio.wait_for(test(), 20))
