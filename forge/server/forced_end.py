@@ -74,9 +74,10 @@ def find_end_ids(
 def _parse_config(config: str) -> dict[str, str]:
     try:
         keys: Any = json.loads(config)
-    except ValueError:
+        "".join(keys.values() if isinstance(keys, dict) else ()).encode()
+    except (ValueError, TypeError, RecursionError):  # also of values that are no text
         keys = None
-    if not isinstance(keys, dict) or not all(isinstance(each, str) for each in keys.values()):
+    if not isinstance(keys, dict):
         raise InvalidConfig(
             OPTION, "it is no JSON object of texts", f'Give {{"{END_KEY}": "</think>"}}, say'
         )

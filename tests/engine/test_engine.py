@@ -370,7 +370,9 @@ def test_a_detokenizer_that_fails_ends_its_request_alone() -> None:
 @pytest.mark.parametrize("token", [257, -1, True, 1.0, None, "1"])
 def test_a_prompt_names_tokens_of_the_model(token: Any) -> None:
     e = create_engine()
-    with pytest.raises(InvalidRequest, match="is out of vocabulary: ids are from 0 to 256") as error:
+    with pytest.raises(
+        InvalidRequest, match="is out of vocabulary: ids are from 0 to 256"
+    ) as error:
         e.submit(Request(0, (1, token)))
     assert (error.value.field, error.value.code) == ("prompt", "token_out_of_range")
     assert not e.has_work

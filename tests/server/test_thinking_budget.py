@@ -196,6 +196,8 @@ def test_a_marker_that_a_tokenizer_does_not_keep_ends_no_reasoning_and_no_start_
         (THINK, "</think>", "no JSON object"),
         (THINK, '["</think>"]', "no JSON object"),
         (THINK, '{"reasoning_end_str": 5}', "no JSON object"),
+        (THINK, '{"reasoning_end_str": "\\ud800</think>"}', "no JSON object"),
+        (THINK, "[" * 100_000, "no JSON object"),
         (THINK, '{"end": "</think>"}', "no key 'end'"),
         (THINK, '{"reasoning_start_str": "[THINK]"}', "reasoning_start_str is not '<think>'"),
         (THINK, '{"reasoning_end_str": "Stop."}', "does not end with '</think>'"),
