@@ -45,7 +45,7 @@ FOREIGN = {
     "OpenRouter": "reasoning_details",
     "instructor": "MD_JSON create_iterable",
     "openai-agents": "ModelBehaviorError",
-    "vLLM": "wake_up tests/tool_use",
+    "vLLM": "wake_up",
     "W3C": "tracestate",
     "OpenTelemetry": "OTEL_SERVICE_NAME OTEL_RESOURCE_ATTRIBUTES OTEL_TRACES_SAMPLER "
     "OTEL_EXPORTER_OTLP_HEADERS",
