@@ -399,9 +399,10 @@ def test_parameters_name_tokens_of_the_model(field: str, params: SamplingParams)
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_an_engine_limits_log_probabilities(field: str) -> None:
     def submit(max_logprobs: int, count: int, prompt_len: int = 2, **options: Any) -> None:
-        size = {"block_size": 16, "max_model_len": 2**20, "blocks": 2**17}
+        # 2**18 tokens fit into large blocks of which few have to be made.
+        size = {"block_size": 2**12, "max_model_len": 2**19, "blocks": 2**7}
         engine = Engine(
-            HashModel(vocab_size=257, block_size=16, num_blocks=2**17),
+            HashModel(vocab_size=257, block_size=2**12, num_blocks=2**7),
             config(max_logprobs=max_logprobs, **size),
         )
         params = SamplingParams(**{field: count, "max_tokens": 9, **options})
