@@ -31,10 +31,25 @@ comma := ,
 CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
   $(addprefix core/test_, acceptance blocks disk_cache draft_length drafting host_cache kv_event_wire kv_events policy \
     proposers reasoning scheduler session_timers sessions sessions_hostile speculation_edges step_bound \
-    structured_output uniform_steps) \
-  engine/test_engine engine/test_tiers engine/test_weight_updates film/test_live film/test_state sim/test_fast_forward \
+    structured_output thinking_budget uniform_steps) \
+  engine/test_engine engine/test_tiers engine/test_weight_updates film/test_live sim/test_fast_forward \
   sim/test_replay sim/test_session_expiry \
   $(addprefix routing/test_, prefix_index replica_table router) $(addprefix ray/test_, routing_key routing_state scaling)))
+
+# The longest of these, which reach nothing that the others do not.
+COVERED_TESTS := $(addprefix --deselect=tests/, \
+  core/test_draft_length.py::test_the_choice_is_the_one_with_most_tokens_a_second \
+  core/test_reasoning.py::test_outputs_after_reasoning_fit_their_schemas \
+  core/test_scheduler.py::test_preempted_outputs_equal_those_of_each_request_alone \
+  core/test_scheduler.py::test_sequences_that_wait_do_not_take_turns \
+  core/test_speculation_edges.py::test_forge_info_leaves_a_recording_alone \
+  core/test_speculation_edges.py::test_no_sequence_is_preempted_for_drafts_in_flight \
+  core/test_structured_output.py::test_whatever_is_sampled_fits_its_schema \
+  engine/test_engine.py::test_many_requests_under_pressure_get_what_each_gets_alone \
+  engine/test_weight_updates.py::test_tokens_after_an_update_are_of_a_fresh_model \
+  film/test_live.py::test_a_live_film_of_a_random_world_folds_to_the_engine \
+  ray/test_routing_state.py::test_after_any_order_of_calls_each_open_request_counts_once \
+  routing/test_replica_table.py::test_every_request_is_on_one_replica_until_it_ends)
 
 # What another version of torch, transformers or tokenizers can break: configurations, modelling classes,
 # caches, weights, tokenizers, templates, the compiler, process groups, and a server on top. The other tests of
@@ -42,6 +57,17 @@ CORE_TESTS := $(addprefix tests/, $(addsuffix .py, \
 VERSION_TESTS := $(addprefix tests/hf/test_, $(addsuffix .py, \
   chat checkpoint compiled_decoder flashinfer_api gloo_ranks http kv_cache_pool model_classes model_loader \
   module_decoder progress sampler sharded_weights tokenizer transformers_cache))
+
+# Those of them that no other version can break: forge refuses flags and folders before torch computes, a
+# process is kept from CUDA's bindings, a backend of the test's own computes wrong numbers, and callers drawn at
+# random change the block counts of forge's pool.
+FORGE_ONLY_TESTS := $(addprefix --deselect=tests/hf/, \
+  test_compiled_decoder.py::test_a_compiler_that_computes_something_else_is_refused \
+  test_http.py::test_a_flag_that_cannot_be_is_named_as_it_was_given \
+  test_http.py::test_a_folder_that_is_not_there_is_refused_in_one_line \
+  test_http.py::test_a_gpu_that_is_not_there_is_refused_in_one_line \
+  test_kv_cache_pool.py::test_random_callers_keep_the_counts_of_a_model_and_the_content_of_their_rows \
+  test_sampler.py::test_a_cpu_needs_no_bindings_of_cuda)
 
 # The files that have tests of a marker, unless ARGS names some: each worker collects no others.
 marked = $(if $(findstring tests/,$(ARGS)),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
@@ -87,7 +113,7 @@ types: $(VENV)/dev.stamp ## check types, strictly
 	$(BIN)/mypy forge
 
 coverage: $(VENV)/dev.stamp ## run the core's quick tests; fail unless every line and branch of it ran
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not long and not soak" --cov --cov-report=term-missing $(CORE_TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n logical --dist worksteal -m "not long and not soak" --cov --cov-report=term-missing $(CORE_TESTS) $(COVERED_TESTS) $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## break the core on purpose; fail unless a test sees each break
 	$(BIN)/python tests/tools/mutants.py $(ARGS)
@@ -136,7 +162,7 @@ test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of 
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
 test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the CPU; installs torch
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)
+	$(BIN)/python -m pytest -n logical --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)
 
 test-ray: $(VENV)/ray.stamp ## run a fleet on Ray, kill replicas and restart them; installs Ray, and takes minutes
 	$(VENV)/ray/bin/python -m pytest -m ray tests/ray $(ARGS)
@@ -148,10 +174,10 @@ test-gpu: $(VENV)/gpu.stamp ## run the tests that need an NVIDIA GPU; installs t
 	$(BIN)/python -m pytest -m "gpu and not soak" $(ARGS)
 
 test-oldest: $(VENV)/oldest.stamp ## run the same with the oldest torch and transformers; installs CUDA's torch
-	$(VENV)/oldest/bin/python -m pytest -n auto --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)
+	$(VENV)/oldest/bin/python -m pytest -n logical --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)
 
 test-oldest-apis: $(VENV)/oldest.stamp ## run the quick ones of those that another version can break
-	$(VENV)/oldest/bin/python -m pytest -n auto --dist worksteal -m "torch and not long and not soak and not gpu" $(VERSION_TESTS) $(ARGS)
+	$(VENV)/oldest/bin/python -m pytest -n logical --dist worksteal -m "torch and not long and not soak and not gpu" $(VERSION_TESTS) $(FORGE_ONLY_TESTS) $(ARGS)
 
 resolve: $(VENV)/dev.stamp ## ask pip what each extra resolves to, and compare it with the tested ranges
 	$(BIN)/python tests/tools/resolve_extras.py $(ARGS)

@@ -91,9 +91,13 @@ def openai() -> Any:
 
 
 @pytest.hookimpl(optionalhook=True, wrapper=True)
-def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """One worker more than processors: tests of servers and processes wait half of their time."""
-    return (yield) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
+    """With `-n auto` one worker more than processors, with `-n logical` as many as processors.
+
+    Tests of servers and processes wait half of their time. Those that compute gain nothing from
+    another worker, which imports all that they import.
+    """
+    return (yield) + (config.getoption("numprocesses") == "auto")
 
 
 def pytest_collection(session: pytest.Session) -> None:
