@@ -27,11 +27,14 @@ def max_len(request: Request, config: EngineConfig, num_blocks: int) -> int:
     min_output = max(1, request.params.min_tokens) if max_tokens is None else max_tokens
     min_len = prompt_len + min_output
     if min_len > config.max_model_len:
-        # These words are OpenAI's: by them, not by the code, clients know what happened.
+        # Clients read these words, OpenAI's and then SGLang's, and not the code.
+        cause = ""
+        if prompt_len > config.max_model_len:
+            cause = ", the prompt alone is longer than the model's context length"
         raise ContextTooLong(
             "prompt" if prompt_len >= config.max_model_len else limit_name,
             f"Input tokens exceed the configured limit of {config.max_model_len} tokens: "
-            f"{prompt_len} prompt tokens + {min_output} output tokens",
+            f"{prompt_len} prompt tokens + {min_output} output tokens{cause}",
             f"Shorten the request or start with --max-model-len {min_len}",
         )
     # The last output token is never fed back, so it takes no position.

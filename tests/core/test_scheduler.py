@@ -206,9 +206,10 @@ def test_a_request_past_the_longest_sequence_is_refused_and_changes_nothing(
     with pytest.raises(ContextTooLong) as refusal:
         s.add(request(0, prompt=range(prompt_len), max_tokens=max_tokens))
     assert refusal.value.field == field
+    cause = ", the prompt alone is longer than the model's context length"
     assert str(refusal.value) == (
         f"{field}: Input tokens exceed the configured limit of 10 tokens: {prompt_len} prompt "
-        f"tokens + {least - prompt_len} output tokens. "
+        f"tokens + {least - prompt_len} output tokens{cause if prompt_len > 10 else ''}. "
         f"Shorten the request or start with --max-model-len {least}"
     )
     assert scheduler_state(s) == before
