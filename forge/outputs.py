@@ -20,6 +20,7 @@ from forge.request import (
     NOTHING_CACHED,
     CachedTokens,
     Delta,
+    FinishReason,
     OutputWeights,
     Request,
     SamplingParams,
@@ -27,6 +28,25 @@ from forge.request import (
 )
 from forge.timings import ChoiceTimings
 from forge.tokenizer import StopStringDetokenizer, Tokenizer
+
+
+class StopMatch(NamedTuple):
+    """Token or stop string that ended a choice.
+
+    matched        id of the token, or the stop string; None if neither ended the choice
+    is_end_token   `matched` is the tokenizer's end token, and the request does not ignore it
+    """
+
+    matched: int | str | None = None
+    is_end_token: bool = False
+
+    @property
+    def reason(self) -> int | str | None:
+        """Return what matched, or None for the end token: `stop_reason` in vLLM."""
+        return None if self.is_end_token else self.matched
+
+
+NO_STOP_MATCH = StopMatch()
 
 
 class TextDelta(NamedTuple):
@@ -38,6 +58,7 @@ class TextDelta(NamedTuple):
     cached_tokens   those of the prompt, in the last delta of the choice that ran first
     weights         weights that the choice was sampled with, in its last delta
     timings         its times, in its last delta, where the request returns them
+    stop_match      token or stop string that ended the choice, in its last delta
     """
 
     choice: int
@@ -50,14 +71,16 @@ class TextDelta(NamedTuple):
     cached_tokens: CachedTokens = NOTHING_CACHED
     weights: OutputWeights = INITIAL_WEIGHTS
     timings: ChoiceTimings | None = None
+    stop_match: StopMatch = NO_STOP_MATCH
 
 
 @dataclass(slots=True)
 class ChoiceOutput:
     """A continuation of a prompt.
 
-    weights   version of the weights at its end, and how many tokens are of earlier ones
-    timings   its times, where the request returns them
+    weights      version of the weights at its end, and how many tokens are of earlier ones
+    timings      its times, where the request returns them
+    stop_match   token or stop string that ended it
     """
 
     index: int
@@ -68,6 +91,12 @@ class ChoiceOutput:
     error: str | None = None
     weights: OutputWeights = INITIAL_WEIGHTS
     timings: ChoiceTimings | None = None
+    stop_match: StopMatch = NO_STOP_MATCH
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Stop string or stop id that ended it; None for the end token and for any other end."""
+        return self.stop_match.reason
 
     def append(self, delta: TextDelta) -> None:
         """Add the delta to this choice."""
@@ -78,6 +107,7 @@ class ChoiceOutput:
         self.error = delta.error
         self.weights = delta.weights
         self.timings = delta.timings
+        self.stop_match = delta.stop_match
 
 
 @dataclass(slots=True)
@@ -134,6 +164,8 @@ class OutputProcessor:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         params = request.params
+        self._params = params
+        self._tokenizer = tokenizer
         self._streams = {
             choice: StopStringDetokenizer(
                 tokenizer.create_detokenizer(), params.stop, params.min_tokens
@@ -151,9 +183,11 @@ class OutputProcessor:
         text = self._streams[delta.choice]
         text_tokens = delta.tokens if delta.stop_token is None else delta.tokens[:-1]
         parts = [text.push(token) for token in text_tokens]
+        stop_match = NO_STOP_MATCH
         if delta.finish is not None:
             del self._streams[delta.choice]
             parts.append(text.flush())
+            stop_match = _find_stop_match(delta, text.matched_stop, self._params, self._tokenizer)
         return TextDelta(
             delta.choice,
             "".join(parts),
@@ -165,6 +199,7 @@ class OutputProcessor:
             delta.cached_tokens,
             delta.weights,
             delta.timings,
+            stop_match,
         )
 
     def finish(self, finish_reason: str, error: str | None) -> list[TextDelta]:
@@ -227,7 +262,9 @@ class OutputBatch:
         """Decode a choice that has ended, and drop its request if that was the last one."""
         request, output = self._open_requests[last.request_id], self._open_outputs[last.request_id]
         tokens = choice.token_ids if last.stop_token is None else choice.token_ids[:-1]
-        choice.text = decode_output(self._tokenizer, request.params, tokens)
+        params, tokenizer = request.params, self._tokenizer
+        choice.text, stop = decode_output(tokenizer, params, tokens)
+        choice.stop_match = _find_stop_match(last, stop, params, tokenizer)
         if all(each.finish_reason is not None for each in output.choices):
             del self._open_requests[request.id], self._open_outputs[request.id]
             self.num_finished += 1
@@ -238,8 +275,27 @@ def _num_tokens(output: RequestOutput) -> int:
     return sum(len(choice.token_ids) for choice in output.choices)
 
 
-def decode_output(tokenizer: Tokenizer, params: SamplingParams, tokens: Sequence[int]) -> str:
-    """Return the text that a StopStringDetokenizer gives for all tokens of an output.
+def _find_stop_match(
+    delta: Delta, stop: str | None, params: SamplingParams, tokenizer: Tokenizer
+) -> StopMatch:
+    """Return what ended a choice.
+
+    delta   its last one
+    stop    stop string that its text ends at, or None
+    """
+    # The last bytes may be no character, and U+FFFD in their place may complete a stop string.
+    if delta.finish is not FinishReason.STOP:
+        return NO_STOP_MATCH
+    token = delta.stop_token
+    if token is None:
+        return StopMatch(stop)
+    return StopMatch(token, token == tokenizer.eos_token and not params.ignore_eos)
+
+
+def decode_output(
+    tokenizer: Tokenizer, params: SamplingParams, tokens: Sequence[int]
+) -> tuple[str, str | None]:
+    """Return the text of an output and its `matched_stop`, as a StopStringDetokenizer has them.
 
     tokens   without the stop token
 
@@ -248,21 +304,24 @@ def decode_output(tokenizer: Tokenizer, params: SamplingParams, tokens: Sequence
     """
     text = tokenizer.decode(tokens)
     if not params.stop or len(tokens) < params.min_tokens:
-        return text
+        return text, None
     detokenizer = tokenizer.create_detokenizer()
     num_unstoppable = max(0, params.min_tokens - 1)
     first_end = 1 + sum(len(detokenizer.push(token)) for token in tokens[:num_unstoppable])
     return cut_at_stop(text, params.stop, first_end)
 
 
-def cut_at_stop(text: str, stops: Iterable[str], first_end: int) -> str:
-    """Return the text before the stop string that ends first, at `first_end` or later.
+def cut_at_stop(text: str, stops: Iterable[str], first_end: int) -> tuple[str, str | None]:
+    """Return the text before the stop string that ends first, and this stop string or None.
 
-    Of two that end at the same character, the longer one is cut off.
+    It ends at `first_end` or later. Of two that end at the same character, the longer one is cut.
     """
-    starts = ((text.find(stop, max(0, first_end - len(stop))), len(stop)) for stop in stops)
-    matches = [(start + length, start) for start, length in starts if start >= 0]
-    return text[: min(matches)[1]] if matches else text
+    starts = ((text.find(stop, max(0, first_end - len(stop))), stop) for stop in stops)
+    matches = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+    if not matches:
+        return text, None
+    _, start, stop = min(matches)
+    return text[:start], stop
 
 
 def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
@@ -284,5 +343,6 @@ def merge_deltas(deltas: Iterable[TextDelta]) -> list[TextDelta]:
             new.cached_tokens,
             new.weights,
             new.timings,
+            new.stop_match,
         )
     return list(by_choice.values())

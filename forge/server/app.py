@@ -48,7 +48,7 @@ from forge.server.completions import (
     CompletionRequest,
     CompletionResponse,
     GenerateRequest,
-    weights_fields,
+    end_fields,
 )
 from forge.server.errors import (
     EXCEPTION_HANDLERS,
@@ -408,7 +408,7 @@ def _build_generate_body(
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "finish_reason": output.finish_reason,
-        **weights_fields(output.choices[0].weights),
+        **end_fields(output.choices[0]),
         **timings.fields(num_prompt, output.cached_tokens.total, num_output),
     }
 

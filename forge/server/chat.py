@@ -38,10 +38,10 @@ from forge.server.chat_choice import ChatChoice
 from forge.server.chat_formats import ChatFormats
 from forge.server.completions import (
     StreamingRequest,
+    encode_end,
     encode_last_chunk,
+    end_fields,
     usage,
-    weights_fields,
-    weights_text,
 )
 from forge.server.errors import excerpt
 from forge.server.field_names import FieldNames
@@ -458,7 +458,7 @@ class ChatCompletionResponse:
                     "logprobs": self._logprobs_object(content),
                     "finish_reason": chat_choice.finish_reason(choice.finish_reason),
                     "token_ids": choice.token_ids if self._returns_ids else None,
-                    **weights_fields(choice.weights),
+                    **end_fields(choice),
                 }
             )
             self._timings.add(choice.timings)
@@ -484,13 +484,12 @@ class ChatCompletionResponse:
         self._completion_tokens += len(delta.token_ids)
         self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
         self._timings.add(delta.timings)
-        logprobs, finish = "null", "null"
+        logprobs = "null"
         if self._request_body.logprobs:
             scores = self._logprobs_object(self._logprob_entries(delta.logprobs))
             logprobs = json.dumps(scores, separators=(",", ":"), allow_nan=False)
         deltas = chat_choice.encode_deltas(delta)
-        if delta.finish_reason is not None:
-            finish = f'"{chat_choice.finish_reason(delta.finish_reason)}"{weights_text(delta)}'
+        finish = encode_end(chat_choice.finish_reason(delta.finish_reason), delta)
         *first, last = deltas or [chat_choice.empty_delta]
         chunks += [self._chunk(delta.choice, piece, "null", "null") for piece in first]
         if self._returns_ids:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from forge.errors import InvalidRequest
-from forge.outputs import RequestOutput, TextDelta
+from forge.outputs import ChoiceOutput, RequestOutput, TextDelta
 from forge.request import (
     INITIAL_WEIGHTS,
     NOTHING_CACHED,
@@ -252,10 +252,23 @@ def weights_fields(weights: OutputWeights) -> dict[str, object]:
     return {"weight_version": weights.version, "num_stale_tokens": weights.num_stale_tokens}
 
 
-def weights_text(delta: TextDelta) -> str:
-    """Return `weights_fields` as JSON that follows another field."""
-    fields = weights_fields(delta.weights)
-    return f",{_compact_json(fields)[1:-1]}" if fields else ""
+def end_fields(end: ChoiceOutput | TextDelta) -> dict[str, object]:
+    """Return the fields of a choice that its end decides, besides the finish reason.
+
+    end   the choice, or its last delta
+    """
+    return {
+        "stop_reason": end.stop_match.reason,
+        "matched_stop": end.stop_match.matched,
+        **weights_fields(end.weights),
+    }
+
+
+def encode_end(finish_reason: str | None, delta: TextDelta) -> str:
+    """Return the JSON of a chunk's finish reason, which the last one's `end_fields` follow."""
+    if finish_reason is None:
+        return "null"
+    return f'"{finish_reason}",{_compact_json(end_fields(delta))[1:-1]}'
 
 
 def encode_last_chunk(chunk_head: str, fields: dict[str, Any]) -> list[str]:
@@ -329,7 +342,7 @@ class CompletionResponse:
                         "prompt_logprobs": prompt_logprobs,
                         "prompt_token_ids": output.prompt_token_ids if returns_ids else None,
                         "token_ids": choice.token_ids if returns_ids else None,
-                        **weights_fields(choice.weights),
+                        **end_fields(choice),
                     }
                 )
                 self._completion_tokens += len(choice.token_ids)
@@ -374,8 +387,7 @@ class CompletionResponse:
         self._completion_tokens += len(delta.token_ids)
         self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
         self._timings.add(delta.timings)
-        finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        end = finish + weights_text(delta) + self._encode_ids(p, delta)
+        end = encode_end(delta.finish_reason, delta) + self._encode_ids(p, delta)
         yield self._chunk(p, delta.choice, text + delta.text, block, end)
 
     def _chunk(

@@ -138,6 +138,8 @@ SESSION_PARAMETER = {
 
 _LOGPROB = {"type": "number", "maximum": 0}
 _FINISH_REASON = {"enum": ["stop", "length", "abort"]}
+_STOP = or_null({"type": ["integer", "string"]})
+_STOPS = {"stop_reason": _STOP, "matched_stop": _STOP}
 _IDS = list_schema(COUNT)
 _USAGE = with_optional(
     object_schema(
@@ -196,7 +198,7 @@ def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
     """Return the schema of a response whose choices have these properties."""
     ids = or_null(_IDS)
     prompt = {"prompt_token_ids": ids, "prompt_logprobs": or_null(_PROMPT_LOGPROBS)}
-    item = with_optional(object_schema(index=COUNT, **choice), **prompt, token_ids=ids)
+    item = with_optional(object_schema(index=COUNT, **choice, **_STOPS), **prompt, token_ids=ids)
     schema = object_schema(
         id=STRING,
         object={"const": kind},
@@ -230,6 +232,7 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
             prompt_tokens=COUNT,
             completion_tokens=COUNT,
             finish_reason=_FINISH_REASON,
+            **_STOPS,
         ),
         **WEIGHTS,
         **TIMINGS,

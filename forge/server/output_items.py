@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from forge.outputs import RequestOutput, TextDelta
+from forge.outputs import NO_STOP_MATCH, RequestOutput, TextDelta
 from forge.request import INITIAL_WEIGHTS, NOTHING_CACHED
 from forge.server.chat import ChatRequest
 from forge.server.chat_choice import create_call_id
@@ -99,6 +99,7 @@ class OutputItems:
     cached_tokens   tokens of the prompt that were in a cache
     weights         weights that the output was sampled with, from its last delta on
     timings         times of the output, from its last delta on
+    stop_match      token or stop string that ended the output, from its last delta on
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class OutputItems:
         self.cached_tokens = NOTHING_CACHED
         self.weights = INITIAL_WEIGHTS
         self.timings = timings
+        self.stop_match = NO_STOP_MATCH
         self._call_format = call_format
         self._parser = parser
         self._has_ended = False
@@ -155,6 +157,7 @@ class OutputItems:
         parsed_events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             self.finish_reason, self.weights = delta.finish_reason, delta.weights
+            self.stop_match = delta.stop_match
             parsed_events += self._parser.flush()
         for event in parsed_events:
             match event:
@@ -183,6 +186,7 @@ class OutputItems:
                 cached_tokens=output.cached_tokens,
                 weights=choice.weights,
                 timings=choice.timings,
+                stop_match=choice.stop_match,
             )
         )
 

@@ -61,6 +61,7 @@ def check_completions(client: OpenAI) -> None:
     )
     assert stopped.choices[0].text == known.text.split(stop)[0], stopped
     assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].model_extra["stop_reason"] == stop, stopped
 
     # Fields that the client does not have go in extra_body.
     likely = client.completions.create(

@@ -10,13 +10,23 @@ import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forge.llm import LLM
-from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, cut_at_stop, decode_output
+from forge.outputs import (
+    OutputBatch,
+    OutputProcessor,
+    RequestOutput,
+    StopMatch,
+    TextDelta,
+    cut_at_stop,
+    decode_output,
+    merge_deltas,
+)
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.tokenizer import ByteTokenizer, Detokenizer
 
@@ -72,12 +82,13 @@ class PieceTokenizer(ByteTokenizer):
         return PieceDetokenizer(self)
 
 
-def read_stream(params: SamplingParams, tokens: Sequence[int]) -> str:
-    """Return the text of an output that arrives token by token."""
+def read_stream(params: SamplingParams, tokens: Sequence[int]) -> tuple[str, int | str | None]:
+    """Return the text of an output that arrives token by token, and the stop string in it."""
     processor = OutputProcessor(Request(0, (1,), params), PieceTokenizer())
     deltas = [Delta(0, 0, (token,)) for token in tokens]
-    deltas.append(Delta(0, 0, finish=FinishReason.LENGTH))
-    return "".join(processor.process(delta).text for delta in deltas)
+    deltas.append(Delta(0, 0, finish=FinishReason.STOP))
+    texts = [processor.process(delta) for delta in deltas]
+    return "".join(each.text for each in texts), texts[-1].stop_match.matched
 
 
 TEXTS = st.text(alphabet="ab é😀\ufffd", min_size=1, max_size=4)
@@ -98,10 +109,61 @@ def test_a_text_decoded_at_once_is_that_of_the_stream(
 
 
 def test_the_stop_that_ends_first_cuts_and_of_two_the_longer() -> None:
-    assert cut_at_stop("xabcd", ("abcd", "bc"), 1) == "xa"
-    assert cut_at_stop("xab", ("b", "ab"), 1) == "x"
-    assert cut_at_stop("xbxb", ("b",), 3) == "xbx"
-    assert cut_at_stop("xbxb", ("b",), 5) == "xbxb"
+    assert cut_at_stop("xabcd", ("abcd", "bc"), 1) == ("xa", "bc")
+    assert cut_at_stop("xab", ("b", "ab"), 1) == ("x", "ab")
+    assert cut_at_stop("xbxb", ("b",), 3) == ("xbx", "b")
+    assert cut_at_stop("xbxb", ("b",), 5) == ("xbxb", None)
+
+
+BROKEN_CHARACTER = 8
+END_TOKEN = ByteTokenizer().eos_token
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("params", "last", "matched", "reason"),
+    [
+        ({"stop": ["ab", "bab"]}, Delta(0, 0, (5,), STOP), "bab", "bab"),
+        ({"stop_token_ids": [4]}, Delta(0, 0, (4,), STOP, 4), 4, 4),
+        ({}, Delta(0, 0, (END_TOKEN,), STOP, END_TOKEN), END_TOKEN, None),
+        ({}, Delta(0, 0, (7,), STOP, 7), 7, 7),
+        (
+            {"ignore_eos": True, "stop_token_ids": [END_TOKEN]},
+            Delta(0, 0, (END_TOKEN,), STOP, END_TOKEN),
+            *(END_TOKEN, END_TOKEN),
+        ),
+        ({"stop": "b"}, Delta(0, 0, (1,), STOP), None, None),
+        ({"stop": "\ufffd"}, Delta(0, 0, (BROKEN_CHARACTER,), LENGTH), None, None),
+        ({"stop": "\ufffd"}, Delta(0, 0, (BROKEN_CHARACTER, 4), STOP, 4), 4, 4),
+    ],
+    ids=[
+        *("string", "stop id", "end token", "further end token", "ignored end token as stop id"),
+        *("structure", "broken character at the limit", "broken character before a stop id"),
+    ],
+)
+def test_a_choice_names_the_stop_that_ended_it(
+    params: dict[str, Any], last: Delta, matched: int | str | None, reason: int | str | None
+) -> None:
+    request = Request(0, (1,), SamplingParams(max_tokens=64, **params))
+    streamed = OutputProcessor(request, PieceTokenizer()).process(last)
+    batch = OutputBatch([request], PieceTokenizer())
+    batch.extend([last])
+    (choice,) = batch.outputs[0].choices
+    for match in (streamed.stop_match, choice.stop_match):
+        assert (match.matched, match.reason) == (matched, reason)
+    assert choice.stop_reason == reason
+
+
+def test_a_choice_that_the_engine_gives_up_has_no_stop() -> None:
+    processor = OutputProcessor(Request(0, (1,), SamplingParams(stop="a")), PieceTokenizer())
+    (delta,) = processor.finish("abort", None)
+    assert delta.stop_match == StopMatch(None, False)
+
+
+def test_deltas_that_are_merged_have_the_stop_of_the_last() -> None:
+    match = StopMatch("b")
+    last = TextDelta(0, "", (2,), "stop", stop_match=match)
+    assert merge_deltas([TextDelta(0, "a", (1,)), last])[0].stop_match == match
 
 
 # A batch.

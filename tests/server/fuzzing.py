@@ -27,6 +27,7 @@ FOREIGN_NAMES = [
     *("best_of", "suffix", "tools", "tool_choice", "functions", "response_format", "audio"),
     *("prompt_embeds", "guided_json", "kv_transfer_params", "prompt_logprobs", "echo", "n"),
     *("chat_template", "documents", "truncate_prompt_tokens", "use_beam_search", "bad_words"),
+    "stop_regex",
     *("$ref", "$id", "properties", "items", "prefixItems", "allOf", "oneOf", "not", "if", "format"),
     *("patternProperties", "minItems", "maxLength", "multipleOf", "x-guidance", "type", "function"),
     *("__class__", "__proto__", "constructor", "", " ", "Model", "a.b", "a[0]", "\ud800", "\x00"),

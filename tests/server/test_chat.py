@@ -114,6 +114,8 @@ def test_an_answer_is_a_message_of_the_assistant_with_counts(server: RunningServ
         "message": ANSWER,
         "logprobs": None,
         "finish_reason": "length",
+        "stop_reason": None,
+        "matched_stop": None,
         "token_ids": None,
     }
     counts = {"prompt_tokens": len(RENDERED), "completion_tokens": 5}

@@ -271,6 +271,7 @@ def test_a_description_without_a_field_or_with_one_more_does_not_fit(
 ) -> None:
     schema = answer_schema(document, "/generate", "post")
     good = {"text": "a", "token_ids": [98], "finish_reason": "stop"}
+    good |= {"stop_reason": None, "matched_stop": 0}
     counts = {"prompt_tokens": 1, "completion_tokens": 1}
     assert list(find_faults(schema, good | counts)) == []
     assert list(find_faults(schema, good)) == [

@@ -511,13 +511,16 @@ VLLM_NULLS = {
     **{"reasoning_content": None, "reasoning": None},
 }
 """Fields of vLLM, which are null in a response that has none of them."""
+STOP_FIELDS = {"stop_reason", "matched_stop"}
+"""Fields of vLLM and of SGLang, which name the stop that ended a choice."""
 
 
 def unknown_fields(value: object) -> list[str]:
-    """Return names that neither the official types nor vLLM's nulls have, at any depth."""
+    """Return names that neither the official types nor the fields above have, at any depth."""
     if isinstance(value, pydantic.BaseModel):
         extra = (value.model_extra or {}).items()
         own = [name for name, each in extra if VLLM_NULLS.get(name, ...) is not each]
+        own = [name for name in own if name not in STOP_FIELDS]
         return own + [name for each in dict(value).values() for name in unknown_fields(each)]
     if isinstance(value, list | tuple):
         return [name for each in value for name in unknown_fields(each)]

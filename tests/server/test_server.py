@@ -652,6 +652,7 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt_cache_key": "x" * 129}, "prompt_cache_key", "invalid_value"),
     ({"lora_path": "file:///x"}, "lora_path", "unsupported_parameter"),
     ({"return_hidden_states": True}, "return_hidden_states", "unsupported_parameter"),
+    ({"stop_regex": "and|or"}, "stop_regex", "unsupported_parameter"),
     ({"messages": []}, "messages", "unsupported_parameter"),
     ({"model": 7}, "model", "invalid_type"),
     ({"prompt": None}, "prompt", "missing_required_parameter"),

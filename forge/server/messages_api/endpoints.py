@@ -72,7 +72,6 @@ class MessagesEndpoints:
             {"id": f"msg_{secrets.token_hex(12)}", "model": self._served_model.name},
             engine_request,
             OutputItems.of_chat(chat_body, engine_request.prompt, tokenizer, self._formats),
-            tokenizer,
             head.request_id,
         )
         if request_body.stream:

@@ -35,7 +35,6 @@ from forge.server.output_items import (
 )
 from forge.server.sse import comment_ping, encode_named_event
 from forge.server.time_slicing import TOKENS_PER_SLICE, EncodedList, SlicedWork
-from forge.tokenizer import StopStringDetokenizer, Tokenizer
 
 
 class MessageOutput:
@@ -49,33 +48,21 @@ class MessageOutput:
         head: Mapping[str, str],
         request: Request,
         items: OutputItems,
-        tokenizer: Tokenizer,
         http_request_id: str,
     ) -> None:
         self._head = head
         self._num_prompt_tokens = len(request.prompt)
         self._items = items
         self._http_request_id = http_request_id
-        params = request.params
-        # The engine's deltas do not say which stop string ended the text.
-        self._stops = (
-            StopStringDetokenizer(tokenizer.create_detokenizer(), params.stop, params.min_tokens)
-            if params.stop
-            else None
-        )
         self._has_started = False
 
     def build(self, output: RequestOutput) -> SlicedWork[dict[str, Any]]:
         """Build the whole message of an output, in slices. Raises APIError for an aborted one."""
         (choice,) = output.choices
         _check_not_aborted(choice.finish_reason)
-        for start in range(0, len(choice.token_ids), TOKENS_PER_SLICE):
-            tokens = choice.token_ids[start : start + TOKENS_PER_SLICE]
-            self._match_stops(tokens)
-            yield len(tokens)
         for _ in self._items.push_whole(output):
             pass
-        yield 1
+        yield 1 + len(choice.token_ids) // TOKENS_PER_SLICE
         return {
             **self._message(self._encode_content()),
             **self._end_fields(),
@@ -99,7 +86,6 @@ class MessageOutput:
             }
             yield _encode("message_start", message=message)
             yield _encode("ping")
-        self._match_stops(delta.token_ids)
         for event in self._items.push(delta):
             yield _encode_item_event(event)
 
@@ -135,11 +121,6 @@ class MessageOutput:
     def _message(self, content: EncodedList | list[Any]) -> dict[str, Any]:
         return {**self._head, "type": "message", "role": "assistant", "content": content}
 
-    def _match_stops(self, tokens: Iterable[int]) -> None:
-        if self._stops is not None:
-            for token in tokens:
-                self._stops.push(token)
-
     def _end_fields(self) -> dict[str, Any]:
         """Return the fields of the message that its end decides."""
         items, num_cached = self._items, self._items.cached_tokens.total
@@ -149,11 +130,10 @@ class MessageOutput:
     def _stop_fields(self) -> dict[str, str | None]:
         """Return why the message ended."""
         items = self._items
-        stop_sequence = None if self._stops is None else self._stops.matched_stop
         if items.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if stop_sequence is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop_sequence}
+        if isinstance(items.stop_match.matched, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": items.stop_match.matched}
         return {
             "stop_reason": "tool_use" if items.has_calls else "end_turn",
             "stop_sequence": None,
