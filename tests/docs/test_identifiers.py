@@ -46,6 +46,7 @@ FOREIGN = {
     "instructor": "MD_JSON create_iterable",
     "openai-agents": "ModelBehaviorError",
     "vLLM": "wake_up",
+    "SGLang": "token_ids_logprob",
     "W3C": "tracestate",
     "OpenTelemetry": "OTEL_SERVICE_NAME OTEL_RESOURCE_ATTRIBUTES OTEL_TRACES_SAMPLER "
     "OTEL_EXPORTER_OTLP_HEADERS",
