@@ -58,9 +58,10 @@ class ToolCallFormat(NamedTuple):
     other_marks      texts that it does not contain, none of them
     trigger          text after which an answer must continue with a call; "" where only the
                      beginning of a call shows that
-    bare_trigger     beginning of `prefix`, after which an answer must continue with a call without
-                     `begin`, which models of the family sometimes leave out; "": none does
     begin            text before the first call
+    other_trigger    another text after which an answer must continue with a call, because models of
+                     the family sometimes write it; "": there is none
+    other_begin      text before the first call where its beginning is `other_trigger`
     separator        text from one call to the next; None where an answer has at most one call
     end              text after the last call
     prefix           text of a call up to its arguments, with NAME for the tool's name
@@ -82,7 +83,8 @@ class ToolCallFormat(NamedTuple):
     call_suffix: str = "}"
     parameters: ParameterSyntax | None = None
     first_char: str = "{"
-    bare_trigger: str = ""
+    other_trigger: str = ""
+    other_begin: str = ""
     id_prefix: str = "call_"
     id_digits: int = 24
 
@@ -94,7 +96,8 @@ class ToolCallFormat(NamedTuple):
     def texts(self) -> str:
         """All texts of the format, in which special tokens may be."""
         syntax = self.parameters
-        parts = (self.begin, self.prefix, self.call_suffix, self.separator or "", self.end)
+        begins = (self.begin, self.other_begin)
+        parts = (*begins, self.prefix, self.call_suffix, self.separator or "", self.end)
         return " ".join(parts + (() if syntax is None else (syntax.key, syntax.end)))
 
 
@@ -129,7 +132,7 @@ QWEN3_CODER = HERMES._replace(
     call_suffix="</function>",
     parameters=ParameterSyntax("<parameter=KEY>\n", "\n</parameter>\n"),
     first_char="",
-    bare_trigger="<function=",
+    other_trigger="<function=",
 )
 MISTRAL = ToolCallFormat(
     template_marks=("[TOOL_CALLS] [",),
@@ -151,6 +154,16 @@ MISTRAL_ARGS = MISTRAL._replace(
     separator="[TOOL_CALLS]",
     end="",
 )
+GRANITE = ToolCallFormat(
+    template_marks=("<|start_of_role|>", "<|tool_call|>"),
+    other_marks=(),
+    trigger="<|tool_call|>",
+    begin="<|tool_call|>[",
+    separator=", ",
+    end="]",
+    other_trigger="<tool_call>",
+    other_begin="<tool_call>[",
+)
 LLAMA = ToolCallFormat(
     template_marks=('{"name": function name, "parameters": ',),
     other_marks=(),
@@ -159,6 +172,12 @@ LLAMA = ToolCallFormat(
     separator=None,
     end="",
     prefix='{"name": "NAME", "parameters": ',
+)
+INTERNLM = LLAMA._replace(
+    template_marks=("<|action_start|><|plugin|>",),
+    trigger="<|action_start|>",
+    begin="<|action_start|><|plugin|>\n",
+    end="<|action_end|>",
 )
 PYTHONIC = ToolCallFormat(
     template_marks=("[func_name1(params_name1=params_value1",),
@@ -231,6 +250,8 @@ FORMATS: Mapping[str, CallFormat] = {
     "mistral": MISTRAL,
     "mistral_compact": MISTRAL_COMPACT,
     "mistral_args": MISTRAL_ARGS,
+    "granite": GRANITE,  # after hermes: a template of Granite 4 has the marks of both
+    "internlm": INTERNLM,
     "llama3_json": LLAMA,
     "llama4_pythonic": PYTHONIC,
     "deepseek_v3": DEEPSEEK_V3,

@@ -146,21 +146,23 @@ class ToolGrammarBuilder:
     def _build_auto_rules(self, tools: Sequence[CallableTool]) -> list[str]:
         """Return rules for text, or text up to a call: a lazy lexeme ends where a call begins."""
         call_format, write = self._format, self._terminals.write
-        trigger, bare_trigger = call_format.trigger, call_format.bare_trigger
         starts, lines = ["TEXT"], ["TEXT: /(?s:.*)/"]
-        if trigger in self._terminals.special_ids:
-            starts.append(f"TEXT {write(call_format.begin)} call more")
-        elif trigger:
-            lines.append(f"sign[lazy]: TEXT {json.dumps(trigger)}")
-            starts.append(f"sign {write(call_format.begin.removeprefix(trigger))} call more")
-        else:
+        if not call_format.trigger:
             for index, (name, _) in enumerate(tools):
                 head, comma, rest = call_format.call_prefix(name).partition(", ")
                 starts.append(f"sign{index} {write(comma + rest)} rest{index} more")
                 lines.append(f"sign{index}[lazy]: TEXT {json.dumps(call_format.begin + head)}")
-        if bare_trigger:
-            lines.append(f"bare[lazy]: TEXT {json.dumps(bare_trigger)}")
+        for rule, trigger, begin in (
+            ("sign", call_format.trigger, call_format.begin),
+            ("other", call_format.other_trigger, call_format.other_begin),
+        ):
+            if not trigger:
+                continue
+            sign = f"TEXT {write(trigger)}"
+            if trigger not in self._terminals.special_ids:
+                sign = rule
+                lines.append(f"{rule}[lazy]: TEXT {json.dumps(trigger)}")
             for index, (name, _) in enumerate(tools):
-                prefix = call_format.call_prefix(name).removeprefix(bare_trigger)
-                starts.append(f"bare {write(prefix)} rest{index} more")
+                prefix = (begin + call_format.call_prefix(name)).removeprefix(trigger)
+                starts.append(f"{sign} {write(prefix)} rest{index} more")
         return [f"start: {' | '.join(starts)}", *lines]

@@ -47,8 +47,9 @@ class ToolCallParser:
         self._call_end = suffix + call_format.end
         openings = {f"{call_format.call_prefix(name)}{first}": name for name in self._tools}
         self._first_prefixes = {call_format.begin + text: name for text, name in openings.items()}
-        if call_format.bare_trigger:
-            self._first_prefixes |= openings
+        if call_format.other_trigger:
+            other_begin = call_format.other_begin
+            self._first_prefixes |= {other_begin + text: name for text, name in openings.items()}
         self._next_prefixes: dict[str, str] = {}
         if call_format.separator is not None:
             self._next_prefixes = {

@@ -259,6 +259,20 @@ CALL_TEMPLATES = {
         '"id": "{{ c.id }}"}{% if c.id | length != 9 %}{{ raise_exception("9") }}{% endif %}'
         "{% endfor %}]"
     ),
+    "granite": (
+        "<|start_of_role|><|tool_call|>"
+        "{{ m.tool_calls | map(attribute='function') | list | tojson }}"
+    ),
+    "internlm": (
+        "{% for c in m.tool_calls %}<|action_start|><|plugin|>\n"
+        '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+        "<|action_end|>{% endfor %}"
+    ),
+}
+SPECIAL_TOKENS = {
+    "mistral": ["[TOOL_CALLS]"],
+    "granite": ["<|start_of_role|>", "<|tool_call|>"],
+    "internlm": ["<|action_start|>", "<|action_end|>", "<|plugin|>"],
 }
 DEFINITION = {
     "type": "function",
@@ -285,8 +299,8 @@ def template_of(family: str) -> str:
 
 def add_call_tokens(backend: Any, family: str) -> Any:
     """Return the tokenizer with its family's tokens, as checkpoints have them."""
-    if family == "mistral":
-        backend.add_special_tokens(["[TOOL_CALLS]"])
+    if family in SPECIAL_TOKENS:
+        backend.add_special_tokens(SPECIAL_TOKENS[family])
     else:
         names = ("<tool_call>", "</tool_call>")
         backend.add_tokens([tokenizers.AddedToken(name, special=False) for name in names])

@@ -106,6 +106,16 @@ ANSWERS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
         "</minimax:tool_call>",
         [("weather", {"city": "Rome", "days": 2}), ("weathers", {})],
     ),
+    "granite": (
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Ro]}me"}}, '
+        '{"name": "weathers", "arguments": {}}]',
+        [("weather", {"city": "Ro]}me"}), ("weathers", {})],
+    ),
+    "internlm": (
+        '<|action_start|><|plugin|>\n{"name": "weather", "parameters": {"city": "Rome", '
+        '"days": 2}}<|action_end|>',
+        [("weather", {"city": "Rome", "days": 2})],
+    ),
     "llama3_json": (
         '{"name": "weather", "parameters": {"city": "Rome"}}',
         [("weather", {"city": "Rome"})],
@@ -319,6 +329,39 @@ def test_a_call_whose_first_word_the_model_leaves_out_is_a_call() -> None:
             assert calls_in(events) == calls
     assert first_misfit(grammar, "<function=other>") is not None
     assert first_misfit(build_grammar("qwen3_coder", 1), whole) is not None
+
+
+def test_a_list_of_calls_of_granite_may_begin_with_the_word_of_version_3_1() -> None:
+    """Granite 3.0 and 3.2 write the special token, and 3.1 also writes plain text."""
+    grammar = build_grammar("granite", 0)
+    calls = '[{"name": "weathers", "arguments": {}}, {"name": "now", "arguments": {"zone": "a"}}]'
+    for begin in ("<|tool_call|>", "<tool_call>"):
+        answer = f"I look: <{begin}{calls}"
+        assert first_misfit(grammar, answer) is None
+        assert first_misfit(grammar, answer.replace("weathers", "other")) is not None
+        for parts in ([answer], list(answer)):
+            events = parse(create_parser("granite"), parts)
+            assert events[0] == TextPiece("I look: <")
+            assert calls_in(events) == [("weathers", {}), ("now", {"zone": "a"})]
+    assert first_misfit(build_grammar("granite", 1), f"<tool_call>{calls}") is not None
+
+
+def test_an_answer_of_internlm_has_text_and_one_call() -> None:
+    """Its documentation has no answer with two calls."""
+    grammar, (call, _) = build_grammar("internlm", 0), ANSWERS["internlm"]
+    answer = f"Sure.{call}"
+    assert first_misfit(grammar, answer) is None
+    assert first_misfit(grammar, call + call) is not None
+    assert first_misfit(grammar, call.replace("plugin", "interpreter")) is not None
+    parser = create_parser("internlm")
+    head, tail = answer.split("Ro")
+    assert parser.push(f"{head}Ro") == [
+        TextPiece("Sure."),
+        CallStart("weather"),
+        ArgumentsPiece('{"city": "Ro'),
+    ]
+    assert parser.push(tail) == [ArgumentsPiece('me", "days": 2}')]
+    assert parser.flush() == [] and not parser.is_open
 
 
 @pytest.mark.parametrize("name", ["llama3_json", "llama4_pythonic"])

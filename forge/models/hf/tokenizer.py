@@ -48,7 +48,8 @@ VISIBLE_SPECIAL_TOKENS = frozenset(
         *("<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>"),
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        *("<minimax:tool_call>", "</minimax:tool_call>"),
+        *("<minimax:tool_call>", "</minimax:tool_call>", "<|tool_call|>"),
+        *("<|action_start|>", "<|action_end|>", "<|plugin|>"),
         *(
             f"<{_BAR}tool▁{name}{_BAR}>"
             for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
