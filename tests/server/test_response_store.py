@@ -9,7 +9,7 @@ from forge.server.responses_api.store import ENTRY_BYTES, ResponseStore, StoredR
 
 
 def stored(size: int, now_s: float = 0.0) -> StoredResponse:
-    return StoredResponse(b"x" * size, b"", b"", now_s)
+    return StoredResponse(b"x" * size, b"", b"", "completed", now_s)
 
 
 def test_the_oldest_responses_make_room_for_a_new_one() -> None:

@@ -346,9 +346,10 @@ def test_the_official_client_creates_streams_and_continues(
         items = list(client.responses.input_items.list(answer.id, order="asc", limit=2))
         assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
         assert client.responses.retrieve(answer.id).output_text == answer.output_text
-        assert client.responses.cancel(answer.id).status == answer.status
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+            client.responses.cancel(answer.id)
         client.responses.delete(answer.id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError, match=r"Response with id '.*' not found\."):
             client.responses.retrieve(answer.id)
         with pytest.raises(openai.BadRequestError) as error:
             client.responses.create(model="hash", input="a", tools=[{"type": "web_search"}])
@@ -612,6 +613,20 @@ def read_until(lines: Iterator[str], kind: str) -> Event:
 
 
 LONG = {"model": "hash", "input": "a", "stream": True, "max_output_tokens": 200, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_has_ended_cannot_be_cancelled(server: RunningServer, stream: bool) -> None:
+    """OpenAI cancels responses in the background only, and refuses any other with these words."""
+    body = {"model": "hash", "input": "a", "max_output_tokens": 2, "stream": stream}
+    answer = server.post(PATH, **body)
+    found = parse_events(answer.text)[-1]["response"] if stream else answer.json()
+    refused = get(server, f"{found['id']}/cancel", method="POST")
+    check_envelope(refused, 400, "id", "invalid_value")
+    message = refused.json()["error"]["message"]
+    assert "Cannot cancel a synchronous response. This one has ended" in message
+    assert f"'{found['status']}'" in message
+    assert get(server, found["id"]).json() == found
 
 
 def test_a_stream_is_cancelled_by_its_id() -> None:

@@ -205,11 +205,18 @@ class ResponsesEndpoints:
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """POST /v1/responses/ID/cancel. A response that has ended stays as it is."""
+        """POST /v1/responses/ID/cancel. One that is cancelled already is returned as it is."""
         stored = self._find_of_request(request)
         if stored.cancel is not None:
             stored.cancel()
             stored = self._find_of_request(request)
+        if stored.status != "cancelled":
+            raise InvalidRequest(
+                "id",
+                "Cannot cancel a synchronous response",
+                f"This one has ended, with the status '{stored.status}'. Only a stream that has "
+                "not ended can be cancelled",
+            )
         return Response(stored.response, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
@@ -232,8 +239,8 @@ class ResponsesEndpoints:
             raise APIError(
                 status,
                 "response_not_found",
-                f"{param}: there is no response '{excerpt(response_id)}'. It was not stored, was "
-                "deleted, or has been dropped for newer ones",
+                f"{param}: Response with id '{excerpt(response_id)}' not found. It was not stored, "
+                "was deleted, or has been dropped for newer ones",
                 param=param,
             )
         return stored

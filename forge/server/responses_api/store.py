@@ -26,6 +26,7 @@ class StoredResponse:
     response    JSON of the response as clients get it
     items       the items that it answers, those of earlier turns included; see `encode_items`
     output      its own items
+    status      of the response
     created_s   when it was put into the store
     cancel      ends it while it is in progress; returns once its final form is stored
     """
@@ -33,6 +34,7 @@ class StoredResponse:
     response: bytes
     items: bytes
     output: bytes
+    status: str
     created_s: float
     cancel: Callable[[], None] | None = None
 

@@ -55,7 +55,8 @@ class ResponseRecorder:
     def _put(self, store: ResponseStore, cancel: Callable[[], None] | None) -> None:
         response, now_s = self._output.encode().encode(), _now_s()
         output = encode_items(self._output.output())
-        stored = StoredResponse(response, self._items, output, now_s, cancel)
+        status = self._output.status
+        stored = StoredResponse(response, self._items, output, status, now_s, cancel)
         store.put(self._output.id, stored, now_s)
 
 
