@@ -376,7 +376,7 @@ def test_a_server_that_refuses_a_field_fails_every_session_and_is_quoted(
         assert main(["bench", "agents", url, *words.split()]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[2].removeprefix("RESULT "))["errors"] == 2
-    assert lines[3].startswith("session ") and "is not a token id below" in lines[3]
+    assert lines[3].startswith("session ") and "is out of vocabulary" in lines[3]
 
 
 @pytest.mark.parametrize(

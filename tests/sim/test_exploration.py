@@ -544,7 +544,7 @@ NOT_IN_FORM = {
     CommitGate: "",
     # row_index is where a plan in flight has the sequence's row.
     Sequence: "params bind stop_ids stop_checker matcher row_index cached_tokens "
-    "num_lost_positions num_recomputed",
+    "num_lost_positions num_recomputed num_counted_blocks",
     BlockTable: "capacity",
     # Counts that follow from the sessions, and those that an action takes away.
     SessionTable: "_pool _max_sessions _on_close _by_tenant _num_chains _num_hashes num_paused "
