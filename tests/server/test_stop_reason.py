@@ -92,4 +92,5 @@ def test_the_last_chunk_of_a_choice_alone_names_its_stop(server: RunningServer, 
     last = {c["index"]: stops_of(c) for c in choices if c["finish_reason"] is not None}
     assert last == expected
     others = [choice for choice in choices if choice["finish_reason"] is None]
-    assert others and not any({"stop_reason", "matched_stop"} & choice.keys() for choice in others)
+    # A busy machine sends the whole choice in one chunk: then there are no others.
+    assert not any({"stop_reason", "matched_stop"} & choice.keys() for choice in others)
