@@ -190,6 +190,7 @@ def main(words: list[str]) -> int:
 
     number, path, seed, limit_s, pipe = words
     # The file may close or replace sys.stdout, and an error's text may be no valid Unicode.
+    first_stdout = sys.stdout
     output = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     Thread(target=_end_with_parent, args=(int(pipe),), daemon=True).start()
     sys.path.append(str(Path(path).resolve().parent))  # modules that the learner keeps next to it
@@ -200,8 +201,9 @@ def main(words: list[str]) -> int:
     signal.setitimer(signal.ITIMER_PROF, float(limit_s))
     result = grade(exercise, Path(path), int(seed))
     signal.setitimer(signal.ITIMER_PROF, 0)
-    with suppress(Exception):
-        sys.stdout.flush()  # what the file has printed comes first
+    for stream in (first_stdout, sys.stdout):
+        with suppress(Exception):
+            stream.flush()  # what the file has printed comes first
     print(result.text, file=output, flush=True)
     return PASSED if result.passed else NOT_YET
 

@@ -193,8 +193,11 @@ def test_a_null_byte_has_no_line(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("end", ["sys.stdout.close()", "sys.stdout = None", "sys.path.index(own)"])
-def test_a_right_answer_passes_whatever_it_does_to_its_output(end: str, tmp_path: Path) -> None:
+def test_a_right_answer_passes_whatever_it_does_to_its_output(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The module `own` lies next to the file."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (tmp_path / "own.py").write_text("")
     path = tmp_path / "answer.py"
     end = "print('text', end='')\n" + end.replace("(own)", f"({str(tmp_path)!r})\nimport own")
