@@ -639,10 +639,10 @@ class Scheduler:
             self.num_uncached_tokens += len(sequence.tokens)
             if cached is not NOTHING_CACHED:
                 self._count_cached(sequence, cached)
-            self.new_request_ids.append(sequence.request.id)
             # What a later choice computes again was written before.
             if not sequence.runs_first(self.requests[sequence.request.id]):
                 sequence.num_counted_blocks = sequence.bind.prompt_len // self.config.block_size
+            self.new_request_ids.append(sequence.request.id)
         self.prefix_cache.add_in_progress(sequence)
         sequence.slot = self._free_slots.pop()
         self.running[sequence.id] = self._prefilling[sequence.id] = sequence
