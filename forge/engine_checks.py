@@ -184,7 +184,7 @@ def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise InvalidRequest(
                 field,
-                f"Token ID {token!r} is out of vocabulary: ids are from 0 to {vocab_size - 1}",
+                f"Token ID {token!r} is out of vocabulary: ids are below {vocab_size}",
                 "Give ids of this model's vocabulary",
                 "token_out_of_range",
             )

@@ -370,9 +370,7 @@ def test_a_detokenizer_that_fails_ends_its_request_alone() -> None:
 @pytest.mark.parametrize("token", [257, -1, True, 1.0, None, "1"])
 def test_a_prompt_names_tokens_of_the_model(token: Any) -> None:
     e = create_engine()
-    with pytest.raises(
-        InvalidRequest, match="is out of vocabulary: ids are from 0 to 256"
-    ) as error:
+    with pytest.raises(InvalidRequest, match="is out of vocabulary: ids are below 257") as error:
         e.submit(Request(0, (1, token)))
     assert (error.value.field, error.value.code) == ("prompt", "token_out_of_range")
     assert not e.has_work
@@ -389,7 +387,7 @@ def test_a_prompt_names_tokens_of_the_model(token: Any) -> None:
 def test_parameters_name_tokens_of_the_model(field: str, params: SamplingParams) -> None:
     e = create_engine()
     with pytest.raises(
-        InvalidRequest, match="Token ID 257 is out of vocabulary: ids are from 0 to 256"
+        InvalidRequest, match="Token ID 257 is out of vocabulary: ids are below 257"
     ) as error:
         e.submit(Request(0, (1,), params))
     assert (error.value.field, error.value.code) == (field, "token_out_of_range")
@@ -650,6 +648,6 @@ def test_a_range_is_served_as_the_same_tokens_in_a_tuple() -> None:
 def test_a_range_that_leaves_the_vocabulary_at_either_end_is_refused(prompt: range) -> None:
     with pytest.raises(
         InvalidRequest,
-        match=r"^prompt: Token ID (257|-1) is out of vocabulary: ids are from 0 to 256",
+        match=r"^prompt: Token ID (257|-1) is out of vocabulary: ids are below 257",
     ):
         create_engine().submit(Request(0, prompt))
