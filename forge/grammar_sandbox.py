@@ -209,10 +209,11 @@ class GrammarSandbox:
         with suppress(EOFError, OSError):
             while True:
                 structure, outcome, is_permanent = pipe.recv()
+                digest = digest_structure(structure)
                 with self._lock:
                     futures = self._futures.pop(structure, [])
                     if isinstance(outcome, InvalidRequest) and is_permanent:
-                        self._cached_errors[digest_structure(structure)] = outcome
+                        self._cached_errors[digest] = outcome
                         if len(self._cached_errors) > MAX_CACHED_ERRORS:
                             self._cached_errors.popitem(last=False)
                 for future in futures:

@@ -236,12 +236,13 @@ def model_options(options: Options) -> dict[str, Any]:
 
 def add_offline_defaults(model: str, options: Options) -> Options:
     """Return the options, with those defaults of LLM that a server does not have."""
-    is_on_gpu = not is_embedded(model) and options.get("device", "auto") != "cpu" and has_gpu()
-    if not is_on_gpu or "max_num_batched_tokens" in options:
+    if "max_num_batched_tokens" in options or is_embedded(model):
         return options
     max_num_seqs = options.get("max_num_seqs", 0)
     if type(max_num_seqs) is not int:
         return options  # The model refuses it.
+    if options.get("device", "auto") == "cpu" or not has_gpu():
+        return options
     return {**options, "max_num_batched_tokens": max(OFFLINE_BATCHED_TOKENS, 2 * max_num_seqs)}
 
 

@@ -1,7 +1,7 @@
 """Work of a start that needs no Python, done while the packages are imported.
 
-Owns two threads. Reads no checkpoint and imports no torch: both threads do what the start does
-later by itself, and the start is right without them.
+Owns two threads, and the question whether there is a GPU. Reads no checkpoint and imports no torch:
+both threads do what the start does later by itself, and the start is right without them.
 
     main thread     import torch, transformers: seconds of Python
     driver          libcuda.so.1: context of the first GPU         ─► torch finds it

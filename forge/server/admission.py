@@ -9,8 +9,8 @@ engine's own. A preempted request had its first token and does not count again.
                  queue_timeout ──► 503
     one more ──► 429 queue_full          request_timeout, of all of it ──► 504
 
-Always true: at most max_queue requests wait, and the whole responses that are made have at most
-MAX_HELD_LOGPROBS.
+Always true: at most max_queue requests wait, and whole responses in progress have at most
+MAX_HELD_LOGPROBS log probabilities.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from forge.server.errors import (
 
 MAX_RETRY_AFTER_S = 60
 MAX_HELD_LOGPROBS = 2**24
-"""Log probabilities of the whole responses that are made at the same time: some 12 GB of memory."""
+"""Most log probabilities of the whole responses in progress, together: some 12 GB of memory."""
 
 
 class AdmissionQueue:

@@ -50,7 +50,7 @@ class ChatChoice:
         self._parser = parser
         self._reasoning_keys = reasoning_keys
         self._call_format = call_format
-        self._no_reasoning = ',"reasoning_content":null' if reasoning_keys else ""
+        self._null_reasoning = ',"reasoning_content":null' if reasoning_keys else ""
         self._call_finish_reason = "stop" if tools is None else tools.finish_reason
         # OpenAI's content is null, not "", in a message that only calls tools.
         self._empty_content = "" if tools is None else None
@@ -95,12 +95,12 @@ class ChatChoice:
     def role_delta(self) -> str:
         """JSON of the first delta, which has the role."""
         content = json.dumps(self._empty_content)
-        return f'{{"role":"assistant","content":{content}{self._no_reasoning}}}'
+        return f'{{"role":"assistant","content":{content}{self._null_reasoning}}}'
 
     @property
     def empty_delta(self) -> str:
         """JSON of a delta without text and call."""
-        return f"{{{self._no_reasoning[1:]}}}"
+        return f"{{{self._null_reasoning[1:]}}}"
 
     def encode_deltas(self, delta: TextDelta) -> list[str]:
         """Return the JSON of a delta for each piece that is certain now.
@@ -120,7 +120,7 @@ class ChatChoice:
             index += isinstance(event, CallStart)
             deltas.append(self._encode_event(index, event))
         if not deltas and self._empty_content is not None and not is_last:
-            deltas.append(f'{{"content":""{self._no_reasoning}}}')
+            deltas.append(f'{{"content":""{self._null_reasoning}}}')
         return deltas
 
     def _encode_event(self, index: int, event: OutputEvent) -> str:
@@ -128,13 +128,13 @@ class ChatChoice:
             case ReasoningPiece(text):
                 return json.dumps(dict.fromkeys(self._reasoning_keys, text), separators=(",", ":"))
             case TextPiece(text):
-                return f'{{"content":{json.dumps(text)}{self._no_reasoning}}}'
+                return f'{{"content":{json.dumps(text)}{self._null_reasoning}}}'
             case CallStart(name):
                 call = {"index": index, **self._create_call(name)}
             case ArgumentsPiece(text):
                 call = {"index": index, "function": {"arguments": text}}
         calls = json.dumps(call, separators=(",", ":"))
-        return f'{{"tool_calls":[{calls}]{self._no_reasoning}}}'
+        return f'{{"tool_calls":[{calls}]{self._null_reasoning}}}'
 
     def _create_call(self, name: str) -> dict[str, Any]:
         """Return a call of this tool with a new id and no arguments."""

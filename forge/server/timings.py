@@ -49,18 +49,18 @@ METRICS = {
 class AnswerTimings:
     """Times of the choices of one answer, if its request returns them.
 
-    is_requested   the answer has `timings`
-    has_metrics    the answer has `metrics`
+    has_timings   the answer has `timings`
+    has_metrics   the answer has `metrics`
     """
 
-    def __init__(self, is_requested: bool | None, has_metrics: bool | None = None) -> None:
-        self._is_requested = is_requested
+    def __init__(self, has_timings: bool | None, has_metrics: bool | None = None) -> None:
+        self._has_timings = has_timings
         self._has_metrics = has_metrics
         self._choices: list[ChoiceTimings] = []
 
     def add(self, timings: ChoiceTimings | None) -> None:
         """Add the times of a choice that has ended; None where it has none, or has not ended."""
-        if timings is not None and (self._is_requested or self._has_metrics):
+        if timings is not None and (self._has_timings or self._has_metrics):
             self._choices.append(timings)
 
     def fields(self, num_prompt: int, num_cached: int, num_output: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class AnswerTimings:
         num_output   tokens of all choices
         """
         choices = self._choices
-        if not choices or not self._is_requested:
+        if not choices or not self._has_timings:
             return {}
         arrival_s = min(choice.arrival_s for choice in choices)
         first_step_s = _find_time(min, [choice.first_step_s for choice in choices])
