@@ -326,7 +326,7 @@ def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
                 "Send valid Unicode",
                 "invalid_unicode",
             ) from None
-    if not isinstance(prompt, list | tuple) or any(isinstance(item, str) for item in prompt):
+    if not isinstance(prompt, list | tuple) or str in set(map(type, prompt)):
         raise InvalidRequest(
             "prompt",
             f"{str(prompt)[:64]!r} is neither text nor a list of token ids",
@@ -422,7 +422,7 @@ class LLM:
         use_tqdm   show a bar where standard error is a terminal, from the second second on
         fields     those of every request
 
-        A choice is decoded once, at its end. Raises InvalidRequest before anything runs.
+        Raises InvalidRequest before anything runs.
         """
         prompt_list = _as_list(prompts)
         if isinstance(params, list | tuple):
@@ -451,6 +451,7 @@ class LLM:
                     # Streams first: an interrupt while text is made loses nothing of theirs.
                     self._pass_to_streams(deltas)
                     batch.extend(deltas)
+                    batch.decode_ahead()
                     progress.update()
         finally:
             for request in requests:

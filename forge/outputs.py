@@ -1,16 +1,18 @@
 """Outputs: from the Deltas of a request to the text of its choices.
 
-Owns both ways to text: a delta at a time for a stream, the whole choice at its end for a batch.
+Owns both ways to text: a delta at a time for a stream, tens of tokens at a time for a batch.
 Knows no engine and no thread.
 
     Delta ──OutputProcessor──► TextDelta ──append──► RequestOutput    a stream: text as it comes
-    Delta ──OutputBatch──────────────────extend────► RequestOutput    a batch: text at the end
+    Delta ──OutputBatch──────────────────extend────► RequestOutput    a batch: text at its end, of
+                                         decode_ahead                 which most was decoded before
 
 Always true: both ways give the same text.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -28,6 +30,9 @@ from forge.request import (
 )
 from forge.timings import ChoiceTimings
 from forge.tokenizer import StopStringDetokenizer, Tokenizer
+
+DECODE_INTERVAL = 32
+"""Calls of `OutputBatch.decode_ahead` after which it decodes the new tokens of the same choice."""
 
 
 class StopMatch(NamedTuple):
@@ -212,8 +217,39 @@ class OutputProcessor:
         return deltas
 
 
+class _GrowingText:
+    """Text of an open choice, decoded up to a token.
+
+    is_ended   the choice has its whole text
+    """
+
+    __slots__ = ("_choice", "_detokenizer", "_num_decoded", "_parts", "is_ended")
+
+    def __init__(self, choice: ChoiceOutput, tokenizer: Tokenizer) -> None:
+        self.is_ended = False
+        self._choice = choice
+        self._detokenizer = tokenizer.create_detokenizer()
+        self._num_decoded = 0
+        self._parts: list[str] = []
+
+    def decode(self) -> None:
+        """Decode the tokens that came since the last call."""
+        tokens = self._choice.token_ids
+        self._parts.append(self._detokenizer.extend(tokens[self._num_decoded :]))
+        self._num_decoded = len(tokens)
+
+    def end(self, tokens: Sequence[int]) -> str:
+        """Return the whole text.
+
+        tokens   those of the choice, without its stop token
+        """
+        self.is_ended = True
+        rest = self._detokenizer.extend(tokens[self._num_decoded :])
+        return "".join((*self._parts, rest, self._detokenizer.flush()))
+
+
 class OutputBatch:
-    """Outputs of several requests, which grow with each step. A choice is decoded when it ends.
+    """Outputs of several requests, which grow with each step. A choice has its text when it ends.
 
     outputs        one for each request, in order
     num_finished   requests of which every choice has ended
@@ -228,6 +264,8 @@ class OutputBatch:
             request.id: output for request, output in zip(requests, self.outputs, strict=True)
         }
         self._num_finished_tokens = 0
+        self._growing_texts: deque[_GrowingText] = deque()
+        self._growing_text_by_choice: dict[tuple[int, int], _GrowingText] = {}
 
     @property
     def is_finished(self) -> bool:
@@ -247,6 +285,8 @@ class OutputBatch:
             if output is None:
                 continue
             choice = output.choices[delta.choice]
+            if not choice.token_ids:
+                self._start_text(delta.request_id, choice)
             choice.token_ids += delta.tokens
             if delta.logprobs:
                 choice.logprobs += delta.logprobs
@@ -258,12 +298,31 @@ class OutputBatch:
                 output.cached_tokens = output.cached_tokens.plus(delta.cached_tokens)
                 self._finish(choice, delta)
 
+    def decode_ahead(self) -> None:
+        """Decode the new tokens of a few open choices. Called once a step.
+
+        Each has its turn every DECODE_INTERVAL calls. So this is done while the device computes,
+        where many choices end with the last step and the device would wait for their texts.
+        """
+        for _ in range(-(-len(self._growing_texts) // DECODE_INTERVAL)):
+            text = self._growing_texts.popleft()
+            if not text.is_ended:
+                text.decode()
+                self._growing_texts.append(text)
+
+    def _start_text(self, request_id: int, choice: ChoiceOutput) -> None:
+        key = (request_id, choice.index)
+        if key not in self._growing_text_by_choice:
+            text = self._growing_text_by_choice[key] = _GrowingText(choice, self._tokenizer)
+            self._growing_texts.append(text)
+
     def _finish(self, choice: ChoiceOutput, last: Delta) -> None:
-        """Decode a choice that has ended, and drop its request if that was the last one."""
+        """Write the text of a choice that has ended, and drop its request if it was the last."""
         request, output = self._open_requests[last.request_id], self._open_outputs[last.request_id]
         tokens = choice.token_ids if last.stop_token is None else choice.token_ids[:-1]
         params, tokenizer = request.params, self._tokenizer
-        choice.text, stop = decode_output(tokenizer, params, tokens)
+        text = self._growing_text_by_choice.pop((request.id, choice.index)).end(tokens)
+        choice.text, stop = cut_output(text, tokenizer, params, tokens)
         choice.stop_match = _find_stop_match(last, stop, params, tokenizer)
         if all(each.finish_reason is not None for each in output.choices):
             del self._open_requests[request.id], self._open_outputs[request.id]
@@ -292,22 +351,21 @@ def _find_stop_match(
     return StopMatch(token, token == tokenizer.eos_token and not params.ignore_eos)
 
 
-def decode_output(
-    tokenizer: Tokenizer, params: SamplingParams, tokens: Sequence[int]
+def cut_output(
+    text: str, tokenizer: Tokenizer, params: SamplingParams, tokens: Sequence[int]
 ) -> tuple[str, str | None]:
-    """Return the text of an output and its `matched_stop`, as a StopStringDetokenizer has them.
+    """Return an output's text and `matched_stop`, as a StopStringDetokenizer has them.
 
+    text     of all tokens
     tokens   without the stop token
 
     A stop string is searched in the whole text, and only the tokens before `min_tokens` are decoded
-    one by one: the first character that may complete a stop string comes after their text.
+    again: the first character that may complete a stop string comes after their text.
     """
-    text = tokenizer.decode(tokens)
     if not params.stop or len(tokens) < params.min_tokens:
         return text, None
-    detokenizer = tokenizer.create_detokenizer()
     num_unstoppable = max(0, params.min_tokens - 1)
-    first_end = 1 + sum(len(detokenizer.push(token)) for token in tokens[:num_unstoppable])
+    first_end = 1 + len(tokenizer.create_detokenizer().extend(tokens[:num_unstoppable]))
     return cut_at_stop(text, params.stop, first_end)
 
 

@@ -70,6 +70,10 @@ class Detokenizer(Protocol):
         """Add a token; return the text that is certain now. It never ends inside a character."""
         ...
 
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Add several tokens; return the text that is certain now, as pushes of each would."""
+        ...
+
     def flush(self) -> str:
         """Return the rest of the text; bytes that form no character become U+FFFD."""
         ...
@@ -166,7 +170,11 @@ class ByteDetokenizer:
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is certain now."""
-        return self._decoder.decode(bytes((token - 1,))) if 1 <= token <= 256 else ""
+        return self.extend((token,))
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Add several tokens; return the text that is certain now."""
+        return self._decoder.decode(bytes(token - 1 for token in tokens if 1 <= token <= 256))
 
     def flush(self) -> str:
         """Return the rest of the text, with broken bytes replaced."""

@@ -47,6 +47,11 @@ def deltas(stream: Detokenizer, tokens: Sequence[int]) -> list[str]:
     return [*map(stream.push, tokens), stream.flush()]
 
 
+def deltas_of_parts(stream: Detokenizer, parts: Sequence[Sequence[int]]) -> list[str]:
+    """Return the text that the tokens of each part made certain, then the text of the flush."""
+    return [*("".join(map(stream.push, part)) for part in parts), stream.flush()]
+
+
 def stream(*stop: str, min_tokens: int = 0) -> StopStringDetokenizer:
     return StopStringDetokenizer(ByteTokenizer().create_detokenizer(), stop, min_tokens)
 
@@ -66,6 +71,9 @@ class PieceDetokenizer:
 
     def push(self, token: int) -> str:
         return self.decoder.decode(self.pieces[token])
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        return "".join(map(self.push, tokens))
 
     def flush(self) -> str:
         return self.decoder.decode(b"", final=True)
@@ -224,6 +232,10 @@ def test_ids_without_text_change_nothing_wherever_they_stand(parts: list[list[in
     data = bytes(token - 1 for token in tokens if token not in IDS_WITHOUT_TEXT)
     whole = data.decode(errors="replace")
     assert t.decode(tokens) == "".join(deltas(t.create_detokenizer(), tokens)) == whole
+    together = t.create_detokenizer()
+    assert [*map(together.extend, parts), together.flush()] == deltas_of_parts(
+        t.create_detokenizer(), parts
+    )
 
 
 def test_an_emoji_comes_whole_with_its_fourth_byte() -> None:

@@ -1,13 +1,13 @@
-"""Outputs: the text of a batch, decoded at the end, is the text of a stream.
+"""Outputs: the text of a batch, decoded tens of tokens at a time, is the text of a stream.
 
 tokens ──OutputProcessor, a token at a time──► text
-tokens ──decode_output, all at once──────────► the same text
+tokens ──OutputBatch, many at a time─────────► the same text
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from forge.llm import LLM
 from forge.outputs import (
+    DECODE_INTERVAL,
     OutputBatch,
     OutputProcessor,
     RequestOutput,
     StopMatch,
     TextDelta,
     cut_at_stop,
-    decode_output,
     merge_deltas,
 )
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
@@ -53,8 +53,12 @@ class PieceDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        self._tokenizer.num_pushes += 1
+        self._tokenizer.num_pushed += 1
         return self._decoder.decode(self._tokenizer.token_bytes(token))
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        self._tokenizer.num_extended += len(tokens)
+        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, tokens)))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -63,20 +67,16 @@ class PieceDetokenizer:
 class PieceTokenizer(ByteTokenizer):
     """Tokenizer of PIECES; further ids have the piece of their remainder.
 
-    num_pushes     tokens that were decoded one at a time
-    num_decodes    outputs that were decoded at once
+    num_pushed     tokens that were decoded one at a time
+    num_extended   tokens that were decoded with others
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_pushes = self.num_decodes = 0
+        self.num_pushed = self.num_extended = 0
 
     def token_bytes(self, token: int) -> bytes:
         return PIECES[token % len(PIECES)]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        self.num_decodes += 1
-        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def create_detokenizer(self) -> Detokenizer:  # type: ignore[override]
         return PieceDetokenizer(self)
@@ -97,15 +97,27 @@ TOKENS = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
 
 @pytest.mark.long
 @settings(max_examples=500, deadline=None)
-@example([5, 5], ["bb", "abb", "ab"], 2)
-@example([1, 8], ["\ufffd"], 0)
-@example([8, 1], ["\ufffda"], 2)
-@given(tokens=TOKENS, stops=st.lists(TEXTS, max_size=3), min_tokens=st.integers(0, 13))
-def test_a_text_decoded_at_once_is_that_of_the_stream(
-    tokens: list[int], stops: list[str], min_tokens: int
+@example([5, 5], ["bb", "abb", "ab"], 2, {1})
+@example([1, 8], ["\ufffd"], 0, set())
+@example([8, 1], ["\ufffda"], 2, {0, 1})
+@given(
+    tokens=TOKENS,
+    stops=st.lists(TEXTS, max_size=3),
+    min_tokens=st.integers(0, 13),
+    decoded_after=st.sets(st.integers(0, 12)),
+)
+def test_a_text_decoded_many_tokens_at_a_time_is_that_of_the_stream(
+    tokens: list[int], stops: list[str], min_tokens: int, decoded_after: set[int]
 ) -> None:
     params = SamplingParams(max_tokens=64, stop=stops, min_tokens=min_tokens)
-    assert decode_output(PieceTokenizer(), params, tokens) == read_stream(params, tokens)
+    batch = OutputBatch([Request(0, (1,), params)], PieceTokenizer())
+    for index, token in enumerate(tokens):
+        batch.extend([Delta(0, 0, (token,))])
+        if index in decoded_after:
+            batch.decode_ahead()
+    batch.extend([Delta(0, 0, finish=FinishReason.STOP)])
+    (choice,) = batch.outputs[0].choices
+    assert (choice.text, choice.stop_match.matched) == read_stream(params, tokens)
 
 
 def test_the_stop_that_ends_first_cuts_and_of_two_the_longer() -> None:
@@ -208,6 +220,23 @@ def test_no_prompts_are_a_finished_batch() -> None:
     assert OutputBatch([], PieceTokenizer()).is_finished
 
 
+def test_little_is_left_to_decode_when_many_choices_end_at_once() -> None:
+    num_choices, num_tokens = 2 * DECODE_INTERVAL, 3 * DECODE_INTERVAL
+    params = SamplingParams(n=num_choices, max_tokens=num_tokens)
+    tokenizer = PieceTokenizer()
+    batch = OutputBatch([Request(0, (1,), params)], tokenizer)
+    for index in range(num_tokens):
+        finish = FinishReason.LENGTH if index == num_tokens - 1 else None
+        num_decoded = tokenizer.num_extended
+        batch.extend([Delta(0, choice, (1,), finish) for choice in range(num_choices)])
+        num_left = tokenizer.num_extended - num_decoded
+        batch.decode_ahead()
+        assert tokenizer.num_extended - num_decoded - num_left <= 2 * DECODE_INTERVAL
+    mean_left = num_left / num_choices
+    assert mean_left == (1 + DECODE_INTERVAL) / 2
+    assert tokenizer.num_extended == num_choices * num_tokens
+
+
 # LLM.
 
 
@@ -252,11 +281,11 @@ def test_generate_returns_what_streams_of_the_same_requests_join_to(seed: int) -
     assert reasons == {"stop", "length"}
 
 
-def test_generate_decodes_each_choice_once_and_no_token_alone() -> None:
+def test_generate_decodes_no_token_alone_and_none_twice() -> None:
     llm, tokenizer = open_piece_llm()
     params = SamplingParams(n=2, max_tokens=20, ignore_eos=True)
     llm.generate([[1, 2], [3], [4]], params)
-    assert (tokenizer.num_decodes, tokenizer.num_pushes) == (6, 0)
+    assert (tokenizer.num_extended, tokenizer.num_pushed) == (3 * 2 * 20, 0)
     llm.generate([5], replace(params, stop="never"))
-    num_pushes_of_engine = 40
-    assert (tokenizer.num_decodes, tokenizer.num_pushes) == (8, num_pushes_of_engine)
+    num_pushed_by_engine = 2 * 20
+    assert (tokenizer.num_extended, tokenizer.num_pushed) == (4 * 2 * 20, num_pushed_by_engine)

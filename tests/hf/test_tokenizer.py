@@ -230,6 +230,24 @@ def test_joined_deltas_are_the_text_of_all_tokens(tokenizer: HFTokenizer, seed: 
     assert "".join(decode_stepwise(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_several_tokens_at_once_make_the_text_that_is_certain_after_each(
+    tokenizer: HFTokenizer, seed: int
+) -> None:
+    """Between calls for one token too, and where the first tokens have no text."""
+    draw = random.Random(seed)
+    tokens = [tokenizer.eos_token] * (seed % 2) + random_ids(tokenizer, seed, 80)
+    one_by_one, decoder = tokenizer.create_detokenizer(), tokenizer.create_detokenizer()
+    start = 0
+    while start < len(tokens):
+        end = start + draw.randrange(6)
+        expected = "".join(map(one_by_one.push, tokens[start:end]))
+        assert decoder.extend(tokens[start:end]) == expected
+        assert decoder.push(tokens[start]) == one_by_one.push(tokens[start])
+        start = max(end, start + 1)
+    assert decoder.flush() == one_by_one.flush()
+
+
 def test_a_character_of_several_tokens_comes_whole_with_its_last(
     tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:

@@ -233,7 +233,7 @@ class HFTokenizer:
         """Return the text of the tokens. Special ids and ids of no token have none."""
         ids = list(tokens)
         first = next((i for i, token in enumerate(ids) if not self.is_skipped(token)), len(ids))
-        data = b"".join(map(self._pieces.__getitem__, ids[first + 1 :]))
+        data = self.decode_pieces(ids[first + 1 :])
         if first < len(ids):
             data = self.decode_first_piece(ids[first]) + data
         text = data.decode(errors="replace")
@@ -384,6 +384,10 @@ class HFTokenizer:
         """
         return self._pieces[token]
 
+    def decode_pieces(self, tokens: Iterable[int]) -> bytes:
+        """Return the bytes that the tokens add to a text that is not empty."""
+        return b"".join(map(self._pieces.__getitem__, tokens))
+
     def decode_first_piece(self, token: int) -> bytes:
         """Return the bytes of a token at the start of a text."""
         return self._decode_token(token, self._decoding.first_piece)
@@ -456,6 +460,17 @@ class HFDetokenizer:
             text = self._decoder.decode(data)
             self._has_incomplete = bool(self._decoder.getstate()[0])
         return self._strip_leading_spaces(text) if self._spaces_to_strip else text
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Return the text that is complete after these tokens."""
+        parts, num_pushed = [], 0
+        while not self._has_started and num_pushed < len(tokens):
+            parts.append(self.push(tokens[num_pushed]))
+            num_pushed += 1
+        text = self._decoder.decode(self._tokenizer.decode_pieces(tokens[num_pushed:]))
+        self._has_incomplete = bool(self._decoder.getstate()[0])
+        parts.append(self._strip_leading_spaces(text) if self._spaces_to_strip else text)
+        return "".join(parts)
 
     def flush(self) -> str:
         """Return the remaining text, with incomplete bytes replaced."""
