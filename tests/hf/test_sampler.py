@@ -15,14 +15,18 @@ import pytest
 
 from forge import sampling
 from forge.models.logits import LogitsModel
-from forge.request import SamplingParams, Structure
+from forge.request import MAX_FAST_LOGPROBS, SamplingParams, Structure
 from forge.seam import Bind, Row, StepPlan
 
 torch = pytest.importorskip("torch")
 
 from forge.models.hf.sampling.filters import MAX_TOPK  # noqa: E402
 from forge.models.hf.sampling.gumbel import draw_keys, gumbel_noise, noise_bits  # noqa: E402
-from forge.models.hf.sampling.logprobs import compute_logprobs, read_logprobs  # noqa: E402
+from forge.models.hf.sampling.logprobs import (  # noqa: E402
+    compute_listed_logprobs,
+    compute_logprobs,
+    read_logprobs,
+)
 from forge.models.hf.sampling.penalties import PenaltyState  # noqa: E402
 from forge.models.hf.sampling.sampler import Sampler, SamplerOutput  # noqa: E402
 from forge.models.hf.sampling.status import STATUS_NAN, error_text  # noqa: E402
@@ -599,6 +603,10 @@ def test_a_sample_inside_a_graph_reads_the_slot_table_as_it_is_at_replay() -> No
     assert out.tolist() == expected
 
 
+COUNTS = (5, MAX_FAST_LOGPROBS, MAX_FAST_LOGPROBS + 10)
+"""Log probabilities for each token: few by the kernel, many by torch."""
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("vocab_size", [64, 2500])
@@ -612,6 +620,8 @@ def test_cuda_chooses_what_the_cpu_chooses_and_never_waits(vocab_size: int) -> N
         Row(i, 0, i, 0, case.tokens, masks=() if case.mask is None else (case.mask,))
         for i, case in enumerate(cases)
     ]
+    listed = torch.tensor([[i % vocab_size, 3] for i in range(len(cases))], device=cuda)
+    row_indices = torch.arange(len(cases), device=cuda)
     sampler = Sampler(len(cases), vocab_size, cuda)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -620,15 +630,19 @@ def test_cuda_chooses_what_the_cpu_chooses_and_never_waits(vocab_size: int) -> N
             sampler.bind(slot, case.bind)
         sampler.update_penalties(rows, inputs)
         choice = sampler.sample(logits, rows)
-        lines = sampler.compute_logprobs(logits, choice.tokens.long(), 5)
+        tokens = choice.tokens.long()
+        lines = [sampler.compute_logprobs(logits, tokens, count) for count in COUNTS]
+        lines.append(sampler.compute_listed_logprobs(logits, tokens, listed, row_indices))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     cpu, cpu_rows = create_sampler(cases, vocab_size)
     chosen = cpu.sample(logits.cpu(), cpu_rows)
     assert list_choices(choice) == list_choices(chosen)
-    oracle = compute_logprobs(logits.cpu(), chosen.tokens, 5)
+    oracles = [compute_logprobs(logits.cpu(), chosen.tokens, count) for count in COUNTS]
+    oracles.append(compute_listed_logprobs(logits.cpu(), chosen.tokens, listed.cpu()))
     is_finite = chosen.status != STATUS_NAN  # of a row with NaN the top tokens are any
-    torch.testing.assert_close(
-        lines.cpu()[is_finite], oracle[is_finite], rtol=0.0, atol=1e-12, equal_nan=True
-    )
-    assert bool(lines.cpu()[~is_finite][:, [1, -1]].isnan().all())
+    for found, oracle in zip(lines, oracles, strict=True):
+        torch.testing.assert_close(
+            found.cpu()[is_finite], oracle[is_finite], rtol=0.0, atol=1e-12, equal_nan=True
+        )
+        assert bool(found.cpu()[~is_finite][:, [1, -1]].isnan().all())
