@@ -44,6 +44,16 @@ ACCEPTANCE_RULES = ("coupled", "rejection")
 SPECULATIVE_METHODS = ("draft", "ngram")
 
 
+def default_batched_tokens(least: int, max_num_seqs: object) -> int:
+    """Return a default of `max_num_batched_tokens`: `least`, or two tokens for each row if more.
+
+    With one for each, the decodes of a full batch would leave no tokens to prompts and drafts.
+
+    max_num_seqs   as the caller gave it; EngineConfig refuses one that is not an integer
+    """
+    return max(least, 2 * max_num_seqs) if isinstance(max_num_seqs, int) else least
+
+
 class StepCosts(NamedTuple):
     """Seconds that steps take, measured once, so that decisions can be repeated.
 

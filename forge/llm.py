@@ -20,6 +20,7 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, cast
 
+from forge.config import default_batched_tokens
 from forge.engine import Engine
 from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
 from forge.kv_event_options import KVEventOptions
@@ -238,12 +239,10 @@ def add_offline_defaults(model: str, options: Options) -> Options:
     """Return the options, with those defaults of LLM that a server does not have."""
     if "max_num_batched_tokens" in options or is_embedded(model):
         return options
-    max_num_seqs = options.get("max_num_seqs", 0)
-    if type(max_num_seqs) is not int:
-        return options  # The model refuses it.
     if options.get("device", "auto") == "cpu" or not has_gpu():
         return options
-    return {**options, "max_num_batched_tokens": max(OFFLINE_BATCHED_TOKENS, 2 * max_num_seqs)}
+    num_tokens = default_batched_tokens(OFFLINE_BATCHED_TOKENS, options.get("max_num_seqs"))
+    return {**options, "max_num_batched_tokens": num_tokens}
 
 
 def _lead_ranks(group: RankGroup) -> RankLead:

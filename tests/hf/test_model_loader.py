@@ -179,6 +179,11 @@ def test_a_full_batch_of_decodes_leaves_tokens_to_prompts(
     assert config.max_num_batched_tokens == tokens
 
 
+def test_a_number_of_rows_that_is_no_integer_is_named(checkpoint: Path) -> None:
+    with pytest.raises(InvalidConfig, match="max_num_seqs: 'many' is not a positive integer"):
+        open_config(checkpoint, {"max_num_seqs": "many"})
+
+
 def test_another_dtype_is_another_namespace_of_the_cache(checkpoint: Path) -> None:
     given = {"num_blocks": 4}
     one, two = (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forge.config import DeviceOptions, EngineConfig
+from forge.config import DeviceOptions, EngineConfig, default_batched_tokens
 from forge.errors import InvalidConfig
 from forge.models.hf.loading.checkpoint import Checkpoint, open_checkpoint
 from forge.models.hf.loading.kernel_selection import refuse_small_gpu
@@ -82,24 +82,15 @@ def resolve_config_fields(
     """
     config_fields = dict(CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS)
     config_fields |= {**overrides, "max_model_len": max_model_len}
-    config_fields["max_num_batched_tokens"] = _resolve_max_batched_tokens(overrides, config_fields)
+    if "max_num_batched_tokens" not in overrides:
+        config_fields["max_num_batched_tokens"] = default_batched_tokens(
+            config_fields["max_num_batched_tokens"], config_fields["max_num_seqs"]
+        )
     config_fields["end_ids"] = tuple(end_ids)
     config_fields["cache_namespace"] = f"{folder} {dtype}"
     # Invalid fields are refused before loading.
     EngineConfig(**{"num_blocks": 1, **config_fields})
     return config_fields
-
-
-def _resolve_max_batched_tokens(
-    overrides: Mapping[str, Any], config_fields: Mapping[str, Any]
-) -> Any:
-    """Return the caller's max_num_batched_tokens, or the default, at least two for each row.
-
-    With one, the decodes of a full batch would leave no tokens to prompts and drafts.
-    """
-    if "max_num_batched_tokens" in overrides:
-        return overrides["max_num_batched_tokens"]
-    return max(config_fields["max_num_batched_tokens"], 2 * config_fields["max_num_seqs"])
 
 
 def refuse_dynamic_rope(config: Any, max_model_len: int) -> None:
