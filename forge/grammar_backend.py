@@ -64,6 +64,8 @@ class GrammarBackend(Protocol):
     def advance_matchers(self, pairs: Sequence[tuple[GrammarMatcher, int]]) -> None:
         """Do the work of the next `feed` of each matcher, which has this token, if that is faster.
 
+        pairs   `structure_matcher` of some outputs, and the token of each
+
         Errors are raised by `feed`.
         """
         ...

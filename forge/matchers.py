@@ -84,8 +84,5 @@ def _next_tokens(
         if result.error is None and len(result.tokens) == 1:
             token = result.tokens[0]
             if 0 <= token < vocab_size and token not in sequence.stop_ids:
-                matcher: GrammarMatcher | None = sequence.matcher
-                if isinstance(matcher, ThinkingBudgetMatcher):
-                    matcher = matcher.matcher
-                if matcher is not None:
+                if (matcher := sequence.matcher.structure_matcher) is not None:
                     yield matcher, token

@@ -110,7 +110,7 @@ class ReasoningMasks:
         return bytes(mask)
 
 
-class ReasoningMatcher:
+class ReasoningMatcher(GrammarMatcher):
     """Matches an output that may have reasoning before its structure.
 
     create_matcher   returns the matcher of a structure that begins

@@ -26,7 +26,7 @@ from forge.recording import (
 from forge.request import Delta, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import FileAnswer, StepOutput, StepPlan
-from forge.sequence import STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX
+from forge.sequence import STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX, GrammarMatcher
 
 
 class _RecordedFailure(Exception):
@@ -39,7 +39,7 @@ class _RecordedFailure(Exception):
         return self._words
 
 
-class _RecordedChecker:
+class _RecordedChecker(GrammarMatcher):
     """A stop checker or a grammar matcher that returns the recorded results."""
 
     mask = b""

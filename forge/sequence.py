@@ -48,8 +48,15 @@ class GrammarMatcher(Protocol):
     mask   ids that may come next: id t is bit t % 8 of byte t // 8
     """
 
+    mask: bytes
+
     @property
-    def mask(self) -> bytes: ...
+    def structure_matcher(self) -> GrammarMatcher | None:
+        """Matcher that feeds the next token to a structure, or None where there is none yet.
+
+        A matcher that contains no other returns itself.
+        """
+        return self
 
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
         """Return a mask for each draft: of the ids that may follow it.

@@ -120,7 +120,7 @@ class _AddedToken(NamedTuple):
         return not (self.error or self.is_complete or self.mask)
 
 
-class LLGuidanceMatcher:
+class LLGuidanceMatcher(GrammarMatcher):
     """Matches one output. Raises ValueError where its structure becomes too complex to match.
 
     mask      ids that may come next: id t is bit t % 8 of byte t // 8
@@ -234,11 +234,6 @@ class _VocabularyAdapter:
     def __call__(self, text: str | bytes) -> list[int]:
         """Raise AssertionError: only forced text is encoded, and no text is forced."""
         raise AssertionError("a structure needs no encoder")
-
-
-def _structure_matcher(matcher: object) -> object:
-    """Return the matcher that the next token of an output goes to, after its reasoning if any."""
-    return matcher.structure_matcher if isinstance(matcher, ReasoningMatcher) else matcher
 
 
 def build_token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
@@ -369,7 +364,7 @@ class LLGuidanceBackend:
     def advance_matchers(self, pairs: Sequence[tuple[object, int]]) -> None:
         """Do the work of the next `feed` of each matcher, which has this token.
 
-        pairs   matchers of this backend, and the token of each
+        pairs   `structure_matcher` of outputs of this backend, and the token of each
 
         The masks are computed on `num_threads` threads. Outputs of one structure have one of as
         many lexers in turn; a structure of the last level has one, since it takes long to compile.
@@ -379,7 +374,7 @@ class LLGuidanceBackend:
             return
         matchers = [
             matcher
-            for matcher, token in ((_structure_matcher(each), token) for each, token in pairs)
+            for matcher, token in pairs
             if isinstance(matcher, LLGuidanceMatcher) and matcher.start_feed(token)
         ]
         if matchers:

@@ -59,7 +59,7 @@ class _Progress:
         self._counter.add((token,))
 
 
-class ThinkingBudgetMatcher:
+class ThinkingBudgetMatcher(GrammarMatcher):
     """Matches an output whose reasoning has a budget, and its structure if it has one.
 
     token_bytes   returns the bytes of a token, or the name of a special one
@@ -75,11 +75,16 @@ class ThinkingBudgetMatcher:
         vocab_size: int,
         matcher: GrammarMatcher | None,
     ) -> None:
-        self.matcher = matcher
+        self._matcher = matcher
         self._progress = _Progress(budget, token_bytes)
         self._mask_bytes = -(-vocab_size // 32) * 4
         self._every_id = ((1 << vocab_size) - 1).to_bytes(self._mask_bytes, "little")
         self.mask = self._mask_after(self._progress, None if matcher is None else matcher.mask)
+
+    @property
+    def structure_matcher(self) -> GrammarMatcher | None:
+        """Matcher of the structure once the next token goes to it, or None."""
+        return None if self._matcher is None else self._matcher.structure_matcher
 
     def feed(self, token: int) -> bool:
         """Add a token that the mask allows; return True once the output is complete.
@@ -91,7 +96,7 @@ class ThinkingBudgetMatcher:
         if forced_token not in (None, token):
             raise ValueError(f"token {token} came where the budget forces {forced_token}")
         self._progress.add(token)
-        matcher = self.matcher
+        matcher = self._matcher
         is_complete = matcher is not None and matcher.feed(token)
         self.mask = self._mask_after(self._progress, None if matcher is None else matcher.mask)
         return is_complete
@@ -103,8 +108,8 @@ class ThinkingBudgetMatcher:
         """
         drafts = list(drafts)
         others: list[bytes] | list[None] = [None] * len(drafts)
-        if self.matcher is not None:
-            others = self.matcher.draft_masks(drafts)
+        if self._matcher is not None:
+            others = self._matcher.draft_masks(drafts)
         progress, masks = self._progress.copy(), list[bytes]()
         for token, other in zip(drafts, others, strict=False):  # the structure may end earlier
             if progress.forced_token not in (None, token):

@@ -134,7 +134,7 @@ class State(NamedTuple):
     plan_audit: PlanAudit
 
 
-class AnyTokenMatcher:
+class AnyTokenMatcher(GrammarMatcher):
     """Matcher that allows every token. Planned ahead, its rows get their masks one plan later."""
 
     mask = b"\x07"

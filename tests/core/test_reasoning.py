@@ -161,7 +161,9 @@ def test_threads_compute_the_masks_of_structures_whose_reasoning_has_ended() -> 
     for matcher in ended:
         feed(matcher, "</think>")
     one, two = PIECES.index("1"), PIECES.index("2")
-    backend.advance_matchers([(each, one) for each in matchers])
+    assert all(each.structure_matcher is None for each in reasoning)
+    structure_matchers = [each.structure_matcher for each in ended]
+    backend.advance_matchers([(each, one) for each in structure_matchers if each is not None])
     assert all(matcher.feed(one) is False for matcher in [*reasoning, *ended[1:]])
     assert [pieces_in(matcher.mask) for matcher in ended[1:]] == [{"2"}] * (MIN_MASKS - 1)
     assert all("</think>" in pieces_in(matcher.mask) for matcher in reasoning)

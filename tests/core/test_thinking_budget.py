@@ -115,8 +115,9 @@ def test_a_structure_begins_after_the_forced_end() -> None:
     structure = Structure.regex("12")._replace(reasoning=OPENED)
     other = BACKEND.create_matcher(structure, allow_end=True)
     matcher = create_matcher(1, OPENED, other=other)
-    assert "<|end|>" not in pieces_in(matcher.mask)
+    assert "<|end|>" not in pieces_in(matcher.mask) and matcher.structure_matcher is None
     feed(matcher, "[", "</think>")
+    assert matcher.structure_matcher is other.structure_matcher is not None
     assert pieces_in(matcher.mask) == {"1", "12"}
     assert matcher.feed(PIECES.index("12")) is True
 
