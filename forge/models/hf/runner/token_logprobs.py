@@ -55,13 +55,12 @@ def compute_token_logprobs(
         is_few = (params.logprobs or 0) <= MAX_FAST_LOGPROBS
         (listing if params.logprob_token_ids else few if is_few else many).append(index)
     if len(few) == len(scored):
-        return [_score_likely(sampler, to_device, logits, tokens, scored)] if scored else []
+        return [_score(sampler, to_device, logits, tokens, scored)] if scored else []
     num_rows = max_packed_rows(max((scored[i].params.logprobs or 0 for i in many), default=0))
-    parts = [(_score_likely, few), (_score_listed, listing)]
-    parts += [(_score_likely, many[i : i + num_rows]) for i in range(0, len(many), num_rows)]
+    parts = [few, listing, *(many[i : i + num_rows] for i in range(0, len(many), num_rows))]
     return [
-        score(sampler, to_device, logits, tokens[to_device(part)], [scored[i] for i in part])
-        for score, part in parts
+        _score(sampler, to_device, logits, tokens[to_device(part)], [scored[i] for i in part])
+        for part in parts
         if part
     ]
 
@@ -71,35 +70,24 @@ def max_packed_rows(count: int) -> int:
     return max(1, MAX_CHUNK_LOGITS // max(1, count))
 
 
-def _score_likely(
+def _score(
     sampler: Sampler,
     to_device: Callable[[Sequence[int]], Tensor],
     logits: Tensor,
     tokens: Tensor,
     scored: Sequence[ScoredToken],
 ) -> PendingLogprobs:
-    num_top = [each.params.logprobs or 0 for each in scored]
+    """Compute the log probabilities of tokens whose requests all list ids, or all list none."""
     logits_rows = to_device([each.logits_row for each in scored])
-    packed = sampler.compute_logprobs(logits, tokens, max(num_top), logits_rows)
-    return PendingLogprobs([each.batch_row for each in scored], num_top, HostCopy(packed))
-
-
-def _score_listed(
-    sampler: Sampler,
-    to_device: Callable[[Sequence[int]], Tensor],
-    logits: Tensor,
-    tokens: Tensor,
-    scored: Sequence[ScoredToken],
-) -> PendingLogprobs:
     lists = [each.params.logprob_token_ids for each in scored]
-    num_listed = [len(ids) for ids in lists]
-    width = max(num_listed)
-    # A shorter list is padded with an id; `num_listed` cuts it off again.
-    padded = [token for ids in lists for token in (*ids, *ids[:1] * (width - len(ids)))]
-    packed = sampler.compute_listed_logprobs(
-        logits,
-        tokens,
-        to_device(padded).view(-1, width),
-        to_device([each.logits_row for each in scored]),
-    )
-    return PendingLogprobs([each.batch_row for each in scored], num_listed, HostCopy(packed))
+    if lists[0]:
+        counts = [len(ids) for ids in lists]
+        width = max(counts)
+        # A shorter list is padded with an id; `counts` cuts it off again.
+        padded = [token for ids in lists for token in (*ids, *ids[:1] * (width - len(ids)))]
+        listed = to_device(padded).view(-1, width)
+        packed = sampler.compute_listed_logprobs(logits, tokens, listed, logits_rows)
+    else:
+        counts = [each.params.logprobs or 0 for each in scored]
+        packed = sampler.compute_logprobs(logits, tokens, max(counts), logits_rows)
+    return PendingLogprobs([each.batch_row for each in scored], counts, HostCopy(packed))
