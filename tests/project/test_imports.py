@@ -55,7 +55,7 @@ LLM_AND_BELOW = (
     | HOSTS
     | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
     | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
-    | {"film.*", "film_attachment", "recorder_pair", "recorder_chain"}
+    | {"film.*", "film_attachment", "recorder_chain"}
     | {"timings", "timings_recorder"}
     | {"models.*", "llm", "async_llm", "rank_start", "ranks.*", "replay_run"}
 )
@@ -160,8 +160,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("film.*", "film_attachment", "kv_publisher", "pause", "tier_status", "weights"),
         *("recorder_chain", "timings_recorder"),
     },
-    "recorder_pair": {"pause", "recorder", "request", "seam", "sessions"},
-    "recorder_chain": {"engine", "recorder", "recorder_pair"},
+    "recorder_chain": {"engine", "pause", "recorder", "request", "seam", "sessions"},
     "timings_recorder": {
         *("recorder", "recorder_chain", "request", "scheduler", "seam", "sequence", "timings"),
     },
