@@ -9,7 +9,7 @@ Owns the fields that a batch does not have, and the joint body. Each chat is a r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -30,37 +30,29 @@ ConversationsField = Annotated[
     list[list[Any]] | None, Field(description="a list of chats, each a list of messages")
 ]
 
-ABSENT_FIELDS: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "parallel_tool_calls": (),
-    "prompt_logprobs": (),
-    "return_metrics": (False,),
-    "return_timings": (False,),
-    "stream": (False,),
-    "stream_options": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
-}
-"""Fields of a chat that a batch does not have -> values that have no effect, besides null."""
-
 
 class BatchChatRequest(ChatRequest):
     """The body of POST /v1/chat/completions/batch. All chats have its other fields."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **ChatRequest.unsupported,
+        "best_of": (1,),
+        "n": (1,),
+        "parallel_tool_calls": (),
+        "prompt_logprobs": (),
+        "return_metrics": (False,),
+        "return_timings": (False,),
+        "stream": (False,),
+        "stream_options": (),
+        "tool_choice": ("none",),
+        "tools": ([],),
+    }
+    remedy: ClassVar[str] = "Leave it out, or send each chat to /v1/chat/completions"
 
     messages: ConversationsField = None  # type: ignore[assignment]
 
     def split(self) -> list[ChatRequest]:
         """Return the request of each chat, at least one. Raises InvalidRequest."""
-        for name, neutral in ABSENT_FIELDS.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                raise InvalidRequest(
-                    name,
-                    "a batch of chats does not have it",
-                    "Leave it out, or send each chat to /v1/chat/completions",
-                    "unsupported_parameter",
-                )
         if self.messages is None:
             raise missing_field_error("messages", "Give a list of chats")
         if not 1 <= len(self.messages) <= MAX_PROMPTS:

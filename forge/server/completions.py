@@ -30,7 +30,6 @@ from forge.server.legacy_logprobs import LegacyLogprobs, TokenNamer, echo_text, 
 from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import (
     MAX_TOTAL_CHOICES,
-    UNSUPPORTED_FIELDS,
     BooleanField,
     IntegerField,
     NamedPrompt,
@@ -190,7 +189,8 @@ class GenerateRequest(PromptRequest):
 
     default_max_tokens: ClassVar[int | None] = 32
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **UNSUPPORTED_FIELDS,
+        **PromptRequest.unsupported,
+        "best_of": (1,),
         "echo": (False,),
         "logprob_token_ids": ([],),
         "logprobs": (),

@@ -437,6 +437,8 @@ def _register_schema(path: str, schemas: dict[str, Any]) -> str:
     model = REQUEST_MODELS[path]
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
+    for name in model.unsupported.keys() & model.model_fields.keys():
+        del schema["properties"][name]
     schemas[model.__name__] = {**schema, "required": list(REQUIRED.get(path, ()))}
     return model.__name__
 

@@ -105,9 +105,7 @@ MAX_ITEMS = {
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "early_stopping": (False,),
     "function_call": ("none",),
@@ -121,23 +119,28 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "lora_path": (),
-    "max_completion_tokens": (),
-    "messages": (),
     "modalities": (["text"],),
-    "parallel_tool_calls": (),
     "prompt_embeds": (),
     "return_hidden_states": (False,),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
     "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "top_logprobs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
+
+CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "chat_template_kwargs": ({},),
+    "max_completion_tokens": (),
+    "messages": (),
+    "parallel_tool_calls": (),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (),
+}
+"""Fields of a chat alone, and the values of each that have no effect without one."""
 
 REMEDIES: Mapping[str, str] = {
     **dict.fromkeys(
@@ -176,11 +179,14 @@ class NamedPrompt(NamedTuple):
 class RequestBody(BaseModel):
     """A body of fields. Each field's description says what its value must be, for errors.
 
-    unsupported   fields refused by name, and the values of each that have no effect
+    unsupported   fields refused by name, and the values of each that have no effect. A class may
+                  refuse a field of its base class
+    remedy        what to do about one that has none in REMEDIES
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    remedy: ClassVar[str] = "Leave it out"
 
 
 class SamplingRequest(RequestBody):
@@ -273,6 +279,8 @@ class SamplingRequest(RequestBody):
 class PromptRequest(SamplingRequest):
     """A request whose prompts are text or token ids."""
 
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {**UNSUPPORTED_FIELDS, **CHAT_FIELDS}
+
     prompt: PromptField = None
 
     def parse_prompts(self) -> list[NamedPrompt]:
@@ -287,16 +295,17 @@ def parse_request(model_type: type[BodyT], body: Mapping[str, Any]) -> BodyT:
     """Return the body as a request. Raises InvalidRequest naming the first invalid field."""
     known_fields = {}
     for name, value in body.items():
-        if name in model_type.model_fields:
+        if (neutral := model_type.unsupported.get(name)) is not None:
+            if value is not None and not _is_neutral(value, neutral):
+                remedy = REMEDIES.get(name, model_type.remedy)
+                raise InvalidRequest(name, "it is not supported", remedy, "unsupported_parameter")
+        elif name in model_type.model_fields:
             _check_length(name, value)
             known_fields[name] = value
-        elif name not in model_type.unsupported:
+        else:
             raise InvalidRequest(
                 excerpt(name), "there is no such field", "Leave it out", "unknown_parameter"
             )
-        elif value is not None and not _is_neutral(value, model_type.unsupported[name]):
-            remedy = REMEDIES.get(name, "Leave it out")
-            raise InvalidRequest(name, "it is not supported", remedy, "unsupported_parameter")
     try:
         return model_type.model_validate(known_fields)
     except ValidationError as error:

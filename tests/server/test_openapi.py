@@ -96,6 +96,11 @@ def document(running_server: RunningServer) -> dict[str, Any]:
     return found
 
 
+def test_a_body_has_no_field_that_its_route_refuses(document: dict[str, Any]) -> None:
+    fields = document["components"]["schemas"]["BatchChatRequest"]["properties"].keys()
+    assert "messages" in fields and not fields & {"n", "stream", "tools"}
+
+
 TYPES: dict[str, set[type]] = {
     "object": {dict},
     "array": {list},

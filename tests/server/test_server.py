@@ -38,7 +38,6 @@ from forge.server.app import create_app
 from forge.server.body import MAX_BODY_BYTES
 from forge.server.completions import CompletionRequest
 from forge.server.http_server import create_listener, run_server
-from forge.server.protocol import UNSUPPORTED_FIELDS
 from forge.tokenizer import ByteTokenizer
 from tests.server.local_server import (
     TIMEOUT_S,
@@ -474,7 +473,7 @@ def test_max_tokens_is_16_for_completions_and_32_for_generate_by_default(
 
 
 def test_null_is_the_default_of_every_field(running_server: RunningServer) -> None:
-    body = dict.fromkeys([*CompletionRequest.model_fields, *UNSUPPORTED_FIELDS])
+    body = dict.fromkeys([*CompletionRequest.model_fields, *CompletionRequest.unsupported])
     body |= {"model": "hash", "prompt": "nulls", "seed": 1}
     assert (
         running_server.post_completion(**body)["choices"]
@@ -1058,7 +1057,9 @@ EDGES = st.sampled_from(
         *("", "a", "\ud800", "\x00", [], [1], ["a"], [[1]], [None], {}, {"1": 1}, {"a": "b"}),
     ]
 )
-FIELD_NAMES = st.sampled_from([*CompletionRequest.model_fields, *UNSUPPORTED_FIELDS, "other"])
+FIELD_NAMES = st.sampled_from(
+    [*CompletionRequest.model_fields, *CompletionRequest.unsupported, "other"]
+)
 
 
 @settings(max_examples=80)
@@ -1441,7 +1442,7 @@ def test_a_listening_socket_names_its_protocol() -> None:
 
 def test_the_page_names_every_field() -> None:
     page = (ROOT / "docs" / "Server.md").read_text(encoding="utf-8")
-    fields = [*CompletionRequest.model_fields, *UNSUPPORTED_FIELDS]
+    fields = [*CompletionRequest.model_fields, *CompletionRequest.unsupported]
     assert [name for name in fields if f"`{name}`" not in page] == []
 
 
