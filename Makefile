@@ -159,7 +159,7 @@ soak-server: $(VENV)/dev.stamp ## load a server for an hour with streams, leavin
 	$(BIN)/python -m tests.soak.run $(ARGS)
 
 test-clients: $(VENV)/core.stamp ## run real clients, each in an environment of its own, against a server
-	$(BIN)/python tests/clients/run.py $(ARGS)
+	$(BIN)/python -m tests.clients.run $(ARGS)
 
 test-torch: $(VENV)/torch.stamp ## run the tests of HuggingFace models, on the CPU; installs torch
 	$(BIN)/python -m pytest -n logical --dist worksteal -m "torch and not soak and not gpu" $(call marked,torch) $(ARGS)

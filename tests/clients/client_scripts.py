@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from client_pages import ClientRow
+from tests.clients.client_pages import ClientRow
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -1,6 +1,6 @@
 """Run real clients against a real server: each in its own environment, as its users have it.
 
-    python tests/clients/run.py [--write] [CLIENT ...]
+    python -m tests.clients.run [--write] [CLIENT ...]
 
 Owns the environments in .venv-clients/ and two servers on this machine. Knows nothing of what a
 client does: with_NAME.py does, and lists the packages it needs in its head, as a script of PEP 723.
@@ -32,8 +32,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from client_pages import shown_commands, write_rows
-from client_scripts import ROOT, Client, clients
+from tests.clients.client_pages import shown_commands, write_rows
+from tests.clients.client_scripts import ROOT, Client, clients
+from tests.forge_process import start_server
 
 INSTALL_LIMIT_S = 3600.0
 CLIENT_LIMIT_S = 600.0
@@ -132,29 +133,11 @@ class ServerProcess:
 @contextmanager
 def run_server(words: Sequence[str], log: Path) -> Iterator[ServerProcess]:
     """Start a server, wait until it is ready, and kill it at the end."""
-    inherited = {name: text for name, text in os.environ.items() if not name.startswith("FORGE_")}
     with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            [sys.executable, "-m", "forge", "serve", *words, "--port", "0"],
-            cwd=ROOT,
-            env={**inherited, "FORGE_API_KEY": KEY},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
+        log.open("w+") as errors,
+        start_server(*words, stderr=errors, FORGE_API_KEY=KEY) as (process, url),
     ):
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("address"):
-                    yield ServerProcess(process, log, line.split()[1])
-                    break
-            else:
-                raise SystemExit(f"the server does not start:\n{log.read_text('utf-8')}")
-        finally:
-            process.kill()
+        yield ServerProcess(process, log, url)
 
 
 def run_client(client: Client, addresses: dict[str, str]) -> ClientOutcome:

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-import pytest
-
-from tests.docs.pages import ROOT
+from tests.clients.client_pages import ADDRESS, read_rows, shown_commands
+from tests.clients.client_scripts import clients
 
 
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Return the modules of pages and of scripts. Clients import them from their own folder."""
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "clients"))
-    return importlib.import_module("client_pages"), importlib.import_module("client_scripts")
-
-
-def test_the_table_of_clients_has_each_script_with_its_version(modules: tuple[Any, Any]) -> None:
+def test_the_table_of_clients_has_each_script_with_its_version() -> None:
     """To correct it: make test-clients ARGS=--write."""
-    pages, scripts = modules
-    expected = {client.name: client.row("passed").write() for client in scripts.clients()}
-    assert pages.read_rows() == expected
+    expected = {client.name: client.row("passed").write() for client in clients()}
+    assert read_rows() == expected
     assert len(expected) >= 16
 
 
-def test_each_client_shows_commands_for_the_address_of_the_pages(modules: tuple[Any, Any]) -> None:
-    pages, scripts = modules
-    for client in scripts.clients():
-        commands = pages.shown_commands(client.name, "other:1")
+def test_each_client_shows_commands_for_the_address_of_the_pages() -> None:
+    for client in clients():
+        commands = shown_commands(client.name, "other:1")
         assert "http://other:1" in commands, client.name
-        assert pages.ADDRESS not in commands, client.name
+        assert ADDRESS not in commands, client.name
 
 
-def test_a_client_is_pinned_to_one_version(modules: tuple[Any, Any]) -> None:
+def test_a_client_is_pinned_to_one_version() -> None:
     """A floating version would make a failure that no change of forge explains."""
-    _, scripts = modules
-    for client in scripts.clients():
+    for client in clients():
         assert all("==" in requirement for requirement in client.requirements), client.name
         assert client.done, client.name

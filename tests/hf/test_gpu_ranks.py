@@ -31,9 +31,9 @@ from transformers import AutoConfig  # noqa: E402
 from forge.bench.shapes import SHAPES, write_config  # noqa: E402
 from forge.llm import LLM, Options  # noqa: E402
 from forge.request import SamplingParams  # noqa: E402
+from tests.forge_process import start_server  # noqa: E402
 from tests.hf.families import create_module_from_config  # noqa: E402
 from tests.hf.gpu_rank import WORLD_SIZE, run_rank  # noqa: E402
-from tests.hf.test_http import start_server  # noqa: E402
 from tests.hf.test_rank_processes import (  # noqa: E402
     PARENT,
     ROOT,
@@ -134,7 +134,7 @@ def generate(url: str, body: dict[str, Any]) -> list[int]:
 def test_two_gpus_serve_the_tokens_of_one_over_http(checkpoint: Path, dtype: str) -> None:
     """Greedy and sampled requests at once, alone after that, and each rank checks the plans."""
     expected = tokens_of_one_gpu(checkpoint, dtype)
-    with start_server(*serve_words(checkpoint, dtype), stderr=None) as (_, url):
+    with start_server(*serve_words(checkpoint, dtype)) as (_, url):
         with ThreadPoolExecutor(len(expected)) as pool:
             together = list(pool.map(lambda body: generate(url, body), bodies()))
         alone = [generate(url, body) for body in bodies()]
@@ -173,7 +173,7 @@ def session_pids(session_id: int) -> list[int]:
 def test_a_process_that_is_killed_in_a_step_ends_all_ranks(checkpoint: Path, victim: str) -> None:
     """No rank is left, nor any process of the server once that has ended."""
     body = {"model": "small", "prompt": "a", **GREEDY, "max_tokens": 8000, "stream": True}
-    with start_server(*serve_words(checkpoint, "bfloat16"), stderr=None) as (process, url):
+    with start_server(*serve_words(checkpoint, "bfloat16")) as (process, url):
         rank_1, rank_0 = child_pids(process.pid)
         victims = {"rank 1": rank_1, "rank 0": rank_0, "server": process.pid}
         lines = []
@@ -204,7 +204,7 @@ def test_prefixes_come_back_from_the_host_memory_of_two_ranks(checkpoint: Path) 
     prompts = [[*range(9 + 250 * index, 489 + 250 * index)] for index in range(14)]
     words = ("--block-size", "16", "--num-blocks", "300", "--max-model-len", "1024")
     tier = (*words, "--kv-host-gib", "0.5", "--kv-load-rule", "always")
-    with start_server(*serve_words(checkpoint, "float32"), *tier, stderr=None) as (_, url):
+    with start_server(*serve_words(checkpoint, "float32"), *tier) as (_, url):
         rounds = [
             [
                 generate(url, {**GREEDY, "prompt": prompt, "max_tokens": 8})
@@ -223,7 +223,7 @@ def test_prefixes_come_back_from_the_host_memory_of_two_ranks(checkpoint: Path) 
 def test_torchrun_starts_the_ranks_of_a_server(checkpoint: Path) -> None:
     """SIGTERM of torchrun ends both processes that it has started, and their children."""
     words = serve_words(checkpoint, "bfloat16")
-    with start_server(*words, stderr=None, launcher=torchrun_command()) as (process, url):
+    with start_server(*words, launcher=torchrun_command()) as (process, url):
         workers = pids_with(str(checkpoint), process.pid)
         assert len(workers) == WORLD_SIZE
         pids = [*workers, *(pid for worker in workers for pid in child_pids(worker))]

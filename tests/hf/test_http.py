@@ -6,16 +6,13 @@ The server is a process of its own, started as a user starts it, in float64: no 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +28,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 from forge.cli.main import main  # noqa: E402
 from forge.errors import ForgeError  # noqa: E402
 from forge.llm import LLM  # noqa: E402
+from tests.forge_process import start_server  # noqa: E402
 from tests.hf.families import create_module, generate_greedy  # noqa: E402
 from tests.server.local_server import unexpected_log  # noqa: E402
 
@@ -99,49 +97,12 @@ def reference_continuations(folder: Path) -> list[Continuation]:
     return found
 
 
-@contextmanager
-def start_server(
-    *words: str,
-    stderr: int | None = subprocess.PIPE,
-    launcher: Sequence[str] = (sys.executable,),
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start `forge serve` in a session of its own. Yield it and its address, once it is ready.
-
-    stderr     where its log goes; None: that of this process
-    launcher   command that takes `-m` and a module
-    """
-    env = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
-    with subprocess.Popen(
-        [*launcher, "-m", "forge", "serve", *words, "--port", "0"],
-        cwd=ROOT,
-        env={**env, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        encoding="utf-8",
-        start_new_session=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            url = None
-            for line in process.stdout:
-                found = re.search(r"http://[\d.]+:\d+", line)
-                url = url or (found and found.group())
-                if line.startswith("try"):
-                    break
-            log = "see its log" if process.stderr is None or url else process.stderr.read()
-            assert url, f"the server ends: {log}"
-            yield process, url
-        finally:
-            process.kill()
-
-
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its address, once it is ready."""
     words = (str(checkpoint), "--dtype", "float64", "--device", "cpu")
     more = ("--max-num-seqs", "4", "--num-blocks", "200", "--served-model-name", "small")
-    with start_server(*words, *more) as started:
+    with start_server(*words, *more, stderr=subprocess.PIPE) as started:
         yield started
 
 

@@ -1,4 +1,7 @@
-"""Start forge for the tests of another server, on a model folder that stands for theirs."""
+"""Start forge for the tests of another server, on a model folder that stands for theirs.
+
+Imports nothing of forge: the tests run in the environment of the other server.
+"""
 
 from __future__ import annotations
 

@@ -47,6 +47,7 @@ from forge.server.connection import SEND_BUFFER_BYTES, WRITE_HIGH_WATER_BYTES
 from forge.server.errors import APIError
 from forge.server.http_server import create_listener, parse_allowed_hosts
 from forge.server.middleware import MAX_HEADERS, PUBLIC_PATHS, is_allowed_host
+from tests.forge_process import start_server
 from tests.server.local_server import (
     TIMEOUT_S,
     GatedModel,
@@ -1094,22 +1095,12 @@ HANGS = """
 @contextmanager
 def open_server_process(*words: str) -> Iterator[tuple[subprocess.Popen[str], LimitsServer]]:
     """Run `forge serve` as a process, of hash unless a word names a model; yield a client too."""
-    outer = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
-    with subprocess.Popen(
-        [sys.executable, "-m", "forge", "serve", "--port=0", "--served-model-name=hash", *words],
-        cwd=ROOT,
-        env=outer | {"FORGE_MODEL": "hash"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            url = next(line.split()[1] for line in process.stdout if line.startswith("address"))
-            with create_client(url) as client:
-                yield process, LimitsServer(url, None, client, None)  # type: ignore[arg-type]
-        finally:
-            process.kill()
+    words = ("--served-model-name=hash", *words)
+    with (
+        start_server(*words, stderr=subprocess.PIPE, FORGE_MODEL="hash") as (process, url),
+        create_client(url) as client,
+    ):
+        yield process, LimitsServer(url, None, client, None)  # type: ignore[arg-type]
 
 
 def read_streams(

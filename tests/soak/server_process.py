@@ -9,7 +9,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import IO, NamedTuple
 
 import httpx
 
+from tests.forge_process import start_server
 from tests.server.http_wire import KEY, Address
 from tests.server.local_server import create_client, unexpected_log
 from tests.soak.catalogue import SIZES
 
-ROOT = Path(__file__).resolve().parents[2]
 GOOD_KEY = "poppy"
 """Key of the good clients. The hostile ones have http_wire.KEY, so they are another tenant."""
 EXIT_TIMEOUT_S = 60.0
@@ -135,32 +134,16 @@ def parse_metrics(text: str) -> dict[str, float]:
 def serve_in_process(step_ms: float) -> Iterator[ServerProcess]:
     """Run `forge serve hash` until the end of the block."""
     words = [
-        *(f"hash:step_ms={step_ms:g}", "--port=0", "--served-model-name=hash"),
+        *(f"hash:step_ms={step_ms:g}", "--served-model-name=hash"),
         *(f"--api-key={KEY}", f"--api-key={GOOD_KEY}", "--admin-key=admin"),
         *("--read-timeout=15", f"--response-store-mib={STORE_MIB}", "--drain-timeout=30"),
         *(f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()),
     ]
-    outer = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
     # The log is a file: a pipe that is full would stop the server.
-    with (
-        TemporaryFile("w+") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "forge", "serve", *words],
-            cwd=ROOT,
-            env=outer,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            url = next(line.split()[1] for line in process.stdout if line.startswith("address"))
-            with create_client(url) as client:
-                client.headers["authorization"] = f"Bearer {GOOD_KEY}"
-                yield ServerProcess(process, url, client, log)
-        finally:
-            process.kill()
+    with TemporaryFile("w+") as log, start_server(*words, stderr=log) as (process, url):
+        with create_client(url) as client:
+            client.headers["authorization"] = f"Bearer {GOOD_KEY}"
+            yield ServerProcess(process, url, client, log)
 
 
 # Checks of what was read.
