@@ -110,7 +110,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     from forge.server.http_server import create_listener, run_server
     from forge.server.malloc_options import set_malloc_options
     from forge.server.request_defaults import RequestDefaults
-    from forge.server.traces import open_traces
+    from forge.server.trace_option import open_traces
     from forge.server.weights_socket import open_weights_socket
 
     set_malloc_options()

@@ -1,24 +1,22 @@
-"""Traces: which HTTP requests have spans, and where their spans go.
+"""Traces: which HTTP requests have spans, and when these begin and end.
 
-Owns the option and the way of a request through the server. Knows no OpenTelemetry: otel_traces,
-which is imported with --otlp-traces-endpoint only, makes and exports the spans.
+Owns the way of a request through the server. Knows no OpenTelemetry: what trace_option opens makes
+and exports the spans.
 
     POST /v1/... ──► TraceMiddleware ──► begin ──► the request ──► end, with its status
                      traceparent           │          │
                                      a span of HTTP   EngineObserver: tokens, times, finish reasons
 
-Always true: without the option nothing is imported, timed or sent.
+Always true: without an endpoint nothing is imported, timed or sent.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge.async_llm import EngineObserver
-from forge.errors import InvalidConfig, one_line
 from forge.server.middleware import route_path
 from forge.server.request_head import IS_TRACED
 
@@ -76,50 +74,6 @@ class RequestTraces(EngineObserver, Protocol):
 
     def close(self) -> None:
         """Export what is left within seconds, and end."""
-
-
-def open_traces(endpoint: str | None, model: str) -> RequestTraces | None:
-    """Return what exports spans to this URL, or None without one. Raises InvalidConfig.
-
-    model   served name, which the spans have
-    """
-    if endpoint is None:
-        return None
-    if not _is_http_url(endpoint):
-        raise InvalidConfig(
-            "otlp_traces_endpoint",
-            f"{endpoint[:64]!r} is not http://HOST:PORT/PATH",
-            "Give http://127.0.0.1:4318/v1/traces, say",
-        )
-    try:
-        from forge.server.otel_traces import OtelTraces, create_exporter
-    except ImportError as error:
-        raise InvalidConfig(
-            "otlp_traces_endpoint",
-            f"{error.name} is not installed",
-            "Install the extra otel: pip install opentelemetry-sdk "
-            "opentelemetry-exporter-otlp-proto-http",
-        ) from None
-    try:
-        return OtelTraces(create_exporter(endpoint), model)
-    except ValueError as error:  # of a variable of OpenTelemetry's
-        raise InvalidConfig(
-            "otlp_traces_endpoint",
-            f"OpenTelemetry cannot be set up: {one_line(error)}",
-            "Correct the variables OTEL_... of the environment",
-        ) from None
-
-
-def _is_http_url(text: str) -> bool:
-    """Return whether the text is http://HOST[:PORT]/PATH, or the same with https."""
-    if not text.isascii() or not text.isprintable() or " " in text:
-        return False
-    try:
-        url = urlsplit(text)
-        is_port = url.port is None or url.port > 0
-    except ValueError:  # brackets of an address, or a port over 65535
-        return False
-    return url.scheme in ("http", "https") and bool(url.hostname and url.path) and is_port
 
 
 class TraceMiddleware:

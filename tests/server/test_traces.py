@@ -18,7 +18,8 @@ from forge.errors import InvalidConfig
 from forge.outputs import TextDelta
 from forge.request import Request, SamplingParams
 from forge.server.app import create_app
-from forge.server.traces import SpanCounts, TraceMiddleware, open_traces
+from forge.server.trace_option import open_traces
+from forge.server.traces import SpanCounts, TraceMiddleware
 from forge.timings import ChoiceTimings
 
 
