@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -120,8 +120,13 @@ class PersistentConnection:
         self._address = address
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def send(self, request: bytes) -> WireResponse:
-        """Return the response to the request."""
+    async def send(
+        self, request: bytes, on_chunk: Callable[[bytes], object] = lambda chunk: None
+    ) -> WireResponse:
+        """Return the response to the request.
+
+        on_chunk   called with each chunk of a chunked body when it has come
+        """
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._address, limit=2**20)
         reader, writer = self._streams
@@ -131,6 +136,7 @@ class PersistentConnection:
             chunks = []
             while size := int(await reader.readline(), 16):
                 chunks.append((await reader.readexactly(size + 2))[:-2])
+                on_chunk(chunks[-1])
             await reader.readline()
             body = b"".join(chunks)
         else:
@@ -147,5 +153,5 @@ class PersistentConnection:
             writer.close()
             try:
                 await writer.wait_closed()
-            except ConnectionError:
+            except OSError:
                 pass
