@@ -95,11 +95,18 @@ class CacheError(ForgeError):
     """A cache operation was refused and changed nothing."""
 
 
+def describe_need(num_blocks: int) -> str:
+    """Return "1 block needed", or "blocks" for another number."""
+    return f"{num_blocks} block{'' if num_blocks == 1 else 's'} needed"
+
+
 class OutOfBlocks(CacheError):
     """`needed` blocks were requested and `free` are free."""
 
     def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} blocks needed, {free} free. Release a sequence, then try again")
+        super().__init__(
+            f"{describe_need(needed)}, {free} free. Release a sequence, then try again"
+        )
         self.needed = needed
         self.free = free
 

@@ -35,7 +35,7 @@ from forge.config import EngineConfig
 from forge.disk_cache import NO_DISK_TIER, DiskCache
 from forge.draft_length import StepInfo
 from forge.drafting import NO_DRAFTER, Drafter
-from forge.errors import DuplicateRequest, InvalidConfig, PolicyError
+from forge.errors import DuplicateRequest, InvalidConfig, PolicyError, describe_need
 from forge.host_cache import NO_HOST_TIER, HostCache
 from forge.kv_events import KVEventLog
 from forge.max_len import check_fits, max_len
@@ -468,7 +468,7 @@ class Scheduler:
             candidates = [s for s in self.running.values() if s.num_preemptions < MAX_PREEMPTIONS]
             victim = self.policy_calls.victim(candidates)
             victim.num_preemptions += 1
-            why = f"{len(growing)} blocks needed, {self.pool.num_free_blocks} free"
+            why = f"{describe_need(len(growing))}, {self.pool.num_free_blocks} free"
             self._preempt(victim, why)
             growing = [s for s in growing if s is not victim]
         return growing
@@ -607,7 +607,7 @@ class Scheduler:
         # Left free, so that running sequences can grow: one block each, up to 1 % of the pool.
         num_reserved = min(len(self.running), max(1, pool.num_blocks // 100))
         if num_needed + num_reserved > pool.num_free_blocks:
-            why = f"{num_needed} blocks needed, {num_reserved} kept, {pool.num_free_blocks} free"
+            why = f"{describe_need(num_needed)}, {num_reserved} kept, {pool.num_free_blocks} free"
             self.wait_reasons.by_seq_id[sequence.id] = why
             self.wait_reasons.limit_admission(BLOCKS, f"sequence {sequence.id} lacks blocks")
             return False

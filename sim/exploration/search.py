@@ -220,7 +220,7 @@ class Search:
                 why = why.partition(", ")[0]
                 self.reached["forked" if why.startswith("forked") else why] += 1
                 self.reached["prefix hit"] += not shared.startswith("0 ")
-            self.reached["preempted"] += sum("blocks needed" in e.why for e in plan.preempted)
+            self.reached["preempted"] += sum(" needed, " in e.why for e in plan.preempted)
             self.reached["copied"] += len(plan.copies)
             self.reached["stored"] += len(plan.stores)
             self.reached["loaded"] += len(plan.loads)

@@ -207,7 +207,7 @@ def test_release_twice_or_of_an_unknown_sequence_changes_nothing() -> None:
 def test_append_without_blocks_is_refused_and_changes_nothing() -> None:
     pool = create_pool({1: 4, 2: 4}, blocks=2)
     before = snapshot(pool)
-    with pytest.raises(OutOfBlocks, match="1 blocks needed, 0 free") as refusal:
+    with pytest.raises(OutOfBlocks, match="1 block needed, 0 free") as refusal:
         pool.append(1, 1)
     assert (refusal.value.needed, refusal.value.free) == (1, 0)
     assert snapshot(pool) == before
@@ -363,7 +363,7 @@ def test_a_copy_that_finds_no_block_is_refused_and_changes_nothing() -> None:
     pool = create_pool({1: 6}, blocks=2)
     pool.fork(1, 2, 6)
     before = snapshot(pool)
-    with pytest.raises(OutOfBlocks, match="1 blocks needed, 0 free"):
+    with pytest.raises(OutOfBlocks, match="1 block needed, 0 free"):
         pool.append(2, 1)
     assert snapshot(pool) == before
 

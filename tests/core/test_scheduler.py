@@ -710,7 +710,7 @@ def test_a_sequence_is_preempted_eight_times_and_then_has_every_block_it_can_nee
     step(s)
     step(s)
     plan, _ = step(s)
-    assert (row_tuples(plan), plan.preempted) == ([0], (Event(9, "1 blocks needed, 0 free"),))
+    assert (row_tuples(plan), plan.preempted) == ([0], (Event(9, "1 block needed, 0 free"),))
 
 
 def test_a_prompt_alone_that_was_preempted_too_often_has_the_blocks_of_its_prompt() -> None:

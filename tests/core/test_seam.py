@@ -57,7 +57,7 @@ PLAN = StepPlan(
     copies=(BlockCopy(5, 9),),
     num_blocks=16,
     admitted=(Event(3, "resumed, 4 tokens shared"),),
-    preempted=(Event(8, "1 blocks needed, 0 free"),),
+    preempted=(Event(8, "1 block needed, 0 free"),),
     finished=(Event(2, "stop"),),
 )
 

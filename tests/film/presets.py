@@ -90,7 +90,7 @@ FILMS = {
 
 PRESETS = (
     Preset("thrash", 490, 24, waits="4 blocks needed, 1 kept, 0 free"),
-    Preset("two", 10, 1, "1 preempted: 1 blocks needed, 0 free"),
+    Preset("two", 10, 1, "1 preempted: 1 block needed, 0 free"),
     Preset("two", 14, 1, "1 admitted: resumed, 12 tokens shared"),
     Preset("thrash", 491, 23, "23 admitted: resumed, 0 tokens shared", key="m", to=509),
     Preset("agents", 0, 1, waits="another sequence computes the next block of its prefix"),

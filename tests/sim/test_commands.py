@@ -50,7 +50,7 @@ EXPECTED_DRAWING = """\
       2.0       1   PP..       6         4/8     0
       3.0       2   dP..       5         5/8     0
      10.0       9   dd..       2         8/8     0  and 6 equal steps before it
-                     ! 1 preempted: 1 blocks needed, 0 free
+                     ! 1 preempted: 1 block needed, 0 free
      14.0      13   d...       1         0/8     1  and 3 equal steps before it
                      = 0 ended: length
                      > 2 arrives: 8 prompt tokens, 13 of output
