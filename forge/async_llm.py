@@ -58,6 +58,7 @@ from forge.llm import (
     tokenize,
 )
 from forge.load_report import LoadReport
+from forge.models.embedded import DEFAULT_MODEL
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.pause import PauseMode
 from forge.policy import Policy
@@ -157,13 +158,21 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        policy: str | Policy = "fcfs",
+        **options: Unpack[Options],
     ) -> None:
         self._open(EngineThread, model, policy, options)
 
     @classmethod
     def spawn(
-        cls, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
+        cls,
+        model: str = DEFAULT_MODEL,
+        *,
+        policy: str | Policy = "fcfs",
+        **options: Unpack[Options],
     ) -> Self:
         """Open an AsyncLLM whose engine has a separate process, so that streams do not slow it.
 

@@ -26,7 +26,7 @@ from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
 from forge.kv_event_options import KVEventOptions
 from forge.kv_publisher import KVEventPublisher
 from forge.models.early_start import has_gpu
-from forge.models.embedded import is_embedded
+from forge.models.embedded import DEFAULT_MODEL, is_embedded
 from forge.models.loaded_model import LoadedModel
 from forge.models.loader import load_model
 from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, TextDelta
@@ -375,7 +375,11 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "hash", *, policy: str | Policy = "fcfs", **options: Unpack[Options]
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        policy: str | Policy = "fcfs",
+        **options: Unpack[Options],
     ) -> None:
         self._exit_stack = ExitStack()
         self.engine, loaded = open_engine_and_model(

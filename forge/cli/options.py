@@ -21,6 +21,7 @@ from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig
 from forge.kv_event_options import KVEventOptions
 from forge.limits import Limits
 from forge.llm import Options
+from forge.models.embedded import DEFAULT_MODEL
 from forge.policies import policy_names
 from forge.request import SamplingParams
 from forge.tier_options import TierOptions
@@ -95,7 +96,7 @@ def options_from_dataclass(config_type: type, names: Sequence[str]) -> tuple[Opt
 MODEL_OPTION = define_option(
     "model",
     str,
-    "tiny",
+    DEFAULT_MODEL,
     "tiny, hash, hash with options: hash:step_ms=2, or a checkpoint's folder or HuggingFace id",
     "MODEL",
 )

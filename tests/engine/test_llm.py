@@ -6,11 +6,14 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forge.async_llm import AsyncLLM
+from forge.cli.options import MODEL_OPTION
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidRequest, PolicyError
@@ -461,7 +464,7 @@ def test_a_stream_is_refused_when_it_is_created_not_when_it_is_read() -> None:
         ({"model": "nonesuch"}, "model"),
         ({"model": "/none/such"}, "model"),
         ({"model": "a/b/c"}, "model"),
-        ({"device": "cpu"}, "device"),
+        ({"model": "hash", "device": "cpu"}, "device"),
         ({"enforce_eager": False}, "enforce_eager"),
         ({"model": "owner/name", "load_format": "pickle"}, "load_format"),
         ({"model": "owner/name", "num_blocks": 0}, "num_blocks"),
@@ -475,6 +478,13 @@ def test_a_bad_option_is_refused_by_name(options: dict[str, Any], option: str) -
         LLM(**options)
     assert caught.value.option == option
     assert str(caught.value).startswith(f"{option}: ")
+
+
+def test_without_a_name_the_model_is_that_of_the_command_line() -> None:
+    entries = (LLM, AsyncLLM, AsyncLLM.spawn)
+    assert {signature(each).parameters["model"].default for each in entries} == {
+        MODEL_OPTION.default
+    }
 
 
 def test_the_error_of_an_unknown_option_lists_the_known_ones() -> None:
