@@ -140,3 +140,7 @@ def main(argv: list[str] | None = None) -> int:
 def _with_spelling(error: ForgeError, name: str, origins: Mapping[str, str]) -> str:
     """Return the error's text, with the option or field spelled as the user spelled it."""
     return origins.get(name, name) + str(error).removeprefix(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

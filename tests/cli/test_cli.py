@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -191,6 +192,15 @@ def write(folder: Path, text: str | bytes) -> str:
 
 def test_version_is_printed() -> None:
     assert run_forge("--version") == (0, f"forge {__version__}\n", "")
+
+
+def test_the_file_of_the_entry_point_runs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py", "--version"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(ROOT / "forge" / "cli" / "main.py"), run_name="__main__")
+    assert capsys.readouterr().out == f"forge {__version__}\n"
 
 
 def test_info_prints_versions_device_and_what_would_fit(forge: ForkedForge) -> None:
