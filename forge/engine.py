@@ -205,8 +205,10 @@ class Engine:
         """End a session for its client, and return whether it was open.
 
         Its blocks that no other session has are evicted first from then on. With a live request
-        the session closes when that ends.
+        the session closes when that ends, also where the request waits for the end of a pause.
         """
+        if self.pause_state.end_session(key):
+            return True
         was_open = self.scheduler.end_session(key)
         if was_open and self.recorder is not None:
             self.recorder.record_end_session(key)
@@ -285,8 +287,10 @@ class Engine:
             try:
                 self.submit(request)
             except ForgeError as error:  # the pool was resized meanwhile
+                self.pause_state.release(request.id)
                 self._end_held(request, FinishReason.ERROR, str(error))
-            self.pause_state.release(request.id)
+            else:
+                self.pause_state.release(request.id)
 
     def update_weights(
         self, source: WeightSource, version: str | None = None, *, namespace: str
@@ -384,6 +388,8 @@ class Engine:
                 for choice in range(request.params.n)
             ]
         )
+        if request.session_end:
+            self.end_session((request.tenant, request.session_id))
 
     def step(self) -> list[Delta]:
         """Plan and launch once if there is something to compute; commit the oldest plan if due.

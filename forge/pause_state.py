@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from forge.errors import (
@@ -27,6 +27,7 @@ from forge.errors import (
 )
 from forge.pause import PauseMode
 from forge.request import Request
+from forge.sessions import SessionKey
 
 
 class HeldRequest(NamedTuple):
@@ -64,6 +65,15 @@ class PauseState:
         """Let the request wait no longer, and return it. None where it did not wait."""
         held = self.held_requests.pop(request_id, None)
         return None if held is None else held.request
+
+    def end_session(self, key: SessionKey) -> bool:
+        """Let the last turn of the session that waits end it. Return whether one waits."""
+        for request_id, (request, grammar) in reversed(self.held_requests.items()):
+            if (request.tenant, request.session_id) == key:
+                ending = replace(request, session_end=True)
+                self.held_requests[request_id] = HeldRequest(ending, grammar)
+                return True
+        return False
 
     def check_awake(self) -> None:
         """Raise EnginePaused while the model sleeps."""

@@ -264,6 +264,40 @@ def test_a_request_that_no_longer_fits_after_a_pause_ends_with_the_error() -> No
     assert end.finish is FinishReason.ERROR and end.error is not None and "blocks" in end.error
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("end", ["served", "aborted", "refused"])
+def test_a_session_with_turns_that_wait_for_the_end_of_a_pause_ends_after_them(
+    end: str, is_open: bool
+) -> None:
+    engine = Engine(create_model(), create_config())
+    if is_open:
+        engine.submit(replace(create_request(0, max_tokens=1), session_id="a"))
+        while engine.has_work:
+            engine.step()
+    engine.pause(PauseMode.KEEP)
+    for number in (1, 2):
+        engine.submit(replace(create_request(number, max_tokens=30), session_id="a"))
+    assert not engine.end_session(("", "b")) and engine.end_session(("", "a"))
+    assert (("", "a") in engine.scheduler.sessions) == is_open
+    if end == "aborted":
+        engine.abort(2)
+    elif end == "refused":
+        engine.resize(2)
+    engine.resume()
+    finishes = []
+    while engine.has_work:
+        finishes += [delta.finish for delta in engine.step() if delta.finish is not None]
+    assert (
+        finishes
+        == {
+            "served": [FinishReason.LENGTH] * 2,
+            "aborted": [FinishReason.ABORT, FinishReason.LENGTH],
+            "refused": [FinishReason.ERROR] * 2,
+        }[end]
+    )
+    assert not engine.scheduler.sessions
+
+
 def test_a_wait_that_takes_too_long_can_be_made_a_keep() -> None:
     engine = Engine(create_model(), create_config())
     outputs = Outputs(engine)

@@ -75,7 +75,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
     "pause": set(),
-    "pause_state": {"errors", "pause", "request"},
+    "pause_state": {"errors", "pause", "request", "sessions"},
     "recorder": {"pause", "request", "seam", "sessions"},
     "grammar_backend": {
         *("cpu_count", "errors", "feedback_queue", "mask_threads", "request", "sequence"),
