@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, cast
 
 from forge.config import default_batched_tokens
+from forge.deferred_interrupt import defer_interrupt
 from forge.engine import Engine
 from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
 from forge.kv_event_options import KVEventOptions
@@ -371,6 +372,8 @@ def new_namespace() -> str:
 class LLM:
     """Offline generation on the caller's thread. `close`, or the end of a `with` block, frees it.
 
+    Ctrl-C takes effect after the step that runs, and a second one at once: see defer_interrupt.
+
     device   what the model runs on
     """
 
@@ -445,20 +448,22 @@ class LLM:
             except InvalidRequest as error:
                 raise (error if len(prompt_list) == 1 else _with_index(error, index)) from None
         batch = OutputBatch(requests, self.tokenizer)
-        try:
-            for request in requests:
-                self._submit(request)
-            with GenerationProgress(batch, is_enabled=use_tqdm) as progress:
-                while not batch.is_finished:
-                    deltas = self._step()
-                    # Streams first: an interrupt while text is made loses nothing of theirs.
-                    self._pass_to_streams(deltas)
-                    batch.extend(deltas)
-                    batch.decode_ahead()
-                    progress.update()
-        finally:
-            for request in requests:
-                self._abort(request)
+        with defer_interrupt() as raise_pending:
+            try:
+                for request in requests:
+                    self._submit(request)
+                with GenerationProgress(batch, is_enabled=use_tqdm) as progress:
+                    while not batch.is_finished:
+                        raise_pending()
+                        deltas = self._step()
+                        # Streams first: an error while text is made loses nothing of theirs.
+                        self._pass_to_streams(deltas)
+                        batch.extend(deltas)
+                        batch.decode_ahead()
+                        progress.update()
+            finally:
+                for request in requests:
+                    self._abort(request)
         return batch.outputs
 
     def stream(
@@ -484,7 +489,8 @@ class LLM:
 
     def end_session(self, session_id: str) -> bool:
         """End a session, and return whether it was open. With an open request, it ends after it."""
-        return self.engine.end_session(("", session_id))
+        with defer_interrupt():
+            return self.engine.end_session(("", session_id))
 
     @property
     def weight_version(self) -> str:
@@ -498,16 +504,20 @@ class LLM:
                and their deltas are kept until they are read
         Raises InvalidConfig.
         """
-        self.engine.pause(parse_pause_mode(mode))
-        while not self.engine.is_paused:
-            self._pass_to_streams(self._step())
-        self._pass_to_streams(
-            self._timings.label(self.engine.step())
-        )  # deltas of the steps that were in flight
+        pause_mode = parse_pause_mode(mode)
+        with defer_interrupt() as raise_pending:
+            self.engine.pause(pause_mode)
+            while not self.engine.is_paused:
+                raise_pending()
+                self._pass_to_streams(self._step())
+            self._pass_to_streams(
+                self._timings.label(self.engine.step())
+            )  # deltas of the steps that were in flight
 
     def resume(self) -> None:
         """End a pause. Raises EnginePaused while the model sleeps or lacks weights."""
-        self.engine.resume()
+        with defer_interrupt():
+            self.engine.resume()
 
     def update_weights(
         self,
@@ -540,17 +550,22 @@ class LLM:
 
     def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
         """Submit the request and yield an empty delta; then yield the request's deltas."""
-        self._submit(request)
         pending = self._deltas_by_stream[request.id] = deque()
         try:
+            with defer_interrupt():
+                self._submit(request)
             yield TextDelta(0, "", ())
             while not processor.is_finished:
-                while not pending:
-                    self._pass_to_streams(self._step())
+                if not pending:
+                    with defer_interrupt() as raise_pending:
+                        while not pending:
+                            raise_pending()
+                            self._pass_to_streams(self._step())
                 yield processor.process(pending.popleft())
         finally:
-            self._abort(request)
-            self._deltas_by_stream.pop(request.id, None)
+            with defer_interrupt():
+                self._abort(request)
+                self._deltas_by_stream.pop(request.id, None)
 
     def _create_request(
         self, prompt: Prompt, params: SamplingParams, **fields: Unpack[RequestFields]

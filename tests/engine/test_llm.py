@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -15,13 +17,16 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.cli.options import MODEL_OPTION
 from forge.config import EngineConfig
+from forge.deferred_interrupt import defer_interrupt
 from forge.engine import Engine
 from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidRequest, PolicyError
 from forge.llm import LLM, Prompt, add_offline_defaults, load_policy
 from forge.models.hash import HashModel
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.policy import FCFS, POLICIES, Candidate, PolicyContext, least_progress
+from forge.recorder import Recorder
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.seam import StepOutput, StepPlan
 from forge.tokenizer import ByteTokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -621,6 +626,86 @@ def test_a_generate_that_is_interrupted_while_it_decodes_takes_nothing_from_a_st
     for delta in stream:
         tokens += delta.token_ids
     assert tokens == expected
+
+
+class InterruptingRecorder(Recorder):
+    """Presses Ctrl-C at the third call of the method."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._calls = 0
+
+    def _interrupt(self, method: str) -> None:
+        self._calls += method == self._method
+        if self._calls == 3:
+            self._calls += 1
+            signal.raise_signal(signal.SIGINT)
+
+    def record_submit(self, request: Request) -> None:
+        self._interrupt("submit")
+
+    def record_plan(self, plan: StepPlan | None) -> None:
+        self._interrupt("plan")
+
+    def record_commit(self, output: StepOutput, deltas: Sequence[Delta]) -> None:
+        self._interrupt("commit")
+
+    def record_abort(self, request_id: int) -> None:
+        self._interrupt("abort")
+
+
+@pytest.mark.parametrize(
+    ("method", "max_steps"), [("submit", 0), ("plan", 3), ("commit", 3), ("abort", 99)]
+)
+def test_ctrl_c_within_a_change_of_the_engine_comes_after_it(method: str, max_steps: int) -> None:
+    """The plan that was just made runs, tokens of a stream are kept, and all is aborted."""
+    prompts = ["a", "bc", "def"]
+    with LLM("hash", depth=2) as llm:
+        expected = [each.token_ids for each in llm.generate(prompts, GREEDY)]
+        stream = llm.stream("abc", GREEDY)
+        llm.engine.recorder, num_steps = InterruptingRecorder(method), llm.engine.num_steps
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, GREEDY)
+        assert llm.engine.num_steps - num_steps <= max_steps
+        assert [token for delta in stream for token in delta.token_ids] == tokens_of("abc")
+        assert [each.token_ids for each in llm.generate(prompts, GREEDY)] == expected
+        assert is_idle(llm)
+
+
+def tokens_of(prompt: str) -> list[int]:
+    """Return the greedy tokens of the prompt alone."""
+    with LLM("hash") as llm:
+        return llm.generate(prompt, GREEDY)[0].token_ids
+
+
+def test_a_second_ctrl_c_comes_at_once_and_ctrl_c_is_as_before_after_the_block() -> None:
+    reached: list[str] = []
+    for num_presses in (0, 1, 2):
+        try:
+            with defer_interrupt():
+                for _ in range(num_presses):
+                    signal.raise_signal(signal.SIGINT)
+                reached.append(f"after {num_presses}")
+        except KeyboardInterrupt:
+            reached.append("interrupt")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert reached == ["after 0", "after 1", "interrupt", "interrupt"]
+
+
+def test_ctrl_c_of_a_program_with_a_handler_of_its_own_is_not_deferred() -> None:
+    calls: list[str] = []
+    previous = signal.signal(signal.SIGINT, lambda *_: calls.append("handler"))
+    try:
+        with defer_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            assert calls == ["handler"]
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_a_thread_that_gets_no_ctrl_c_generates() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(tokens_of, "abc").result() == tokens_of("abc")
 
 
 def test_a_block_closes_what_it_opened_and_closing_again_changes_nothing() -> None:

@@ -56,7 +56,7 @@ LLM_AND_BELOW = (
     | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
     | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
     | {"film.*", "film_attachment", "recorder_chain"}
-    | {"timings", "timings_recorder"}
+    | {"deferred_interrupt", "timings", "timings_recorder"}
     | {"models.*", "llm", "async_llm", "rank_start", "ranks.*", "replay_run"}
 )
 
@@ -74,6 +74,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "request": {"errors", "schema_keywords", "timings"},
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
+    "deferred_interrupt": set(),
     "pause": set(),
     "pause_state": {"errors", "pause", "request", "sessions"},
     "recorder": {"pause", "request", "seam", "sessions"},
@@ -150,6 +151,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "replay_run": ENGINE_AND_BELOW - {"engine"},
     "rank_start": ENGINE_AND_BELOW | {"models.*", "ranks.*", "replay_run", "start_log"},
     "llm": ENGINE_AND_BELOW
+    | {"deferred_interrupt"}
     | {"kv_event_options", "kv_publisher", "recorder_chain", "timings_recorder"}
     | {"models.*", "outputs", "overhead", "progress", "rank_start", "ranks.*"}
     | {"start_log", "version"},
@@ -170,7 +172,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"}
     | {"rank_start", "ranks.*"},
     "log": set(),
-    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},
+    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "models.embedded", "outputs"},
     "trainer_access": {"errors", "weights"},
     "server.*": LLM_AND_BELOW
     | {"__init__", "grammar_sandbox", "limits", "server.*", "trainer_access"},
