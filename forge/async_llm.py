@@ -49,6 +49,7 @@ from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
 from forge.errors import EngineClosed, EngineDead, ForgeError, InvalidWeights
 from forge.llm import (
+    DEFAULT_MODEL,
     DEFAULT_PARAMS,
     Options,
     Prompt,
@@ -58,7 +59,6 @@ from forge.llm import (
     tokenize,
 )
 from forge.load_report import LoadReport
-from forge.models.embedded import DEFAULT_MODEL
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.pause import PauseMode
 from forge.policy import Policy

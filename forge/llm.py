@@ -27,7 +27,7 @@ from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
 from forge.kv_event_options import KVEventOptions
 from forge.kv_publisher import KVEventPublisher
 from forge.models.early_start import has_gpu
-from forge.models.embedded import DEFAULT_MODEL, is_embedded
+from forge.models.embedded import is_embedded
 from forge.models.loaded_model import LoadedModel
 from forge.models.loader import load_model
 from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, TextDelta
@@ -50,6 +50,9 @@ from forge.version import VERSION
 from forge.weights import NamedWeights, SharedWeights, WeightFiles, WeightSource
 
 Prompt = str | list[int]
+
+DEFAULT_MODEL = "tiny"
+"""Model of the command line and of the Python API where none is named."""
 
 DEFAULT_PARAMS = SamplingParams()
 

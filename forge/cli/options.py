@@ -20,8 +20,7 @@ from typing import NamedTuple, cast, get_type_hints
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig
 from forge.kv_event_options import KVEventOptions
 from forge.limits import Limits
-from forge.llm import Options
-from forge.models.embedded import DEFAULT_MODEL
+from forge.llm import DEFAULT_MODEL, Options
 from forge.policies import policy_names
 from forge.request import SamplingParams
 from forge.tier_options import TierOptions

@@ -37,9 +37,6 @@ LETTERS = b" etaoinshrdlucmfwygpbvk etaoinshr e"
 
 HASH_OPTIONS = {"seed": int, "step_ms": float, "agreement": float}
 
-DEFAULT_MODEL = "tiny"
-"""Model of the command line and of the Python API where none is named."""
-
 EMBEDDED_CHECKPOINTS = {"tiny": "tiny", "tiny-draft": "tiny_draft"}
 """Embedded models that are checkpoints, and their folders next to this file."""
 

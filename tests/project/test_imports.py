@@ -172,7 +172,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"}
     | {"rank_start", "ranks.*"},
     "log": set(),
-    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "models.embedded", "outputs"},
+    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},
     "trainer_access": {"errors", "weights"},
     "server.*": LLM_AND_BELOW
     | {"__init__", "grammar_sandbox", "limits", "server.*", "trainer_access"},
