@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 from forge.engine import Engine
-from forge.engine_loop import (
+from forge.engine_messages import (
     Abort,
     CheckedRequest,
     CloseFilm,

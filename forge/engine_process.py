@@ -34,7 +34,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.engine_loop import Command, EngineLoop, EngineStatus, StepReport
+from forge.engine_loop import EngineLoop
+from forge.engine_messages import Command, EngineStatus, StepReport
 from forge.engine_thread import CLOSE_REASON, LOG, STOP_TIMEOUT_S, EndCallback, ReportCallback
 from forge.errors import EngineDead, ForgeError, InvalidConfig
 from forge.llm import Options, load_policy, model_options, open_engine

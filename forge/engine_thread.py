@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from forge.engine_loop import Command, EngineLoop, EngineStatus, StepReport
+from forge.engine_loop import EngineLoop
+from forge.engine_messages import Command, EngineStatus, StepReport
 from forge.llm import Options, open_engine
 from forge.policy import Policy
 from forge.request import FinishReason

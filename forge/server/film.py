@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from forge.async_llm import AsyncLLM, RequestObserver
-from forge.engine_loop import StepReport
+from forge.engine_messages import StepReport
 from forge.film.page import build_live_page
 from forge.film.recorder import film_header
 from forge.film.state import Line

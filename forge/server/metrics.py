@@ -26,7 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from forge.async_llm import AsyncLLM
-from forge.engine_loop import EngineStatus
+from forge.engine_messages import EngineStatus
 from forge.errors import InvalidConfig
 from forge.server.server_stats import Histogram, ServerStats
 from forge.server.traces import RequestTraces

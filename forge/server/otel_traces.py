@@ -32,7 +32,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from forge.engine_loop import StepReport
+from forge.engine_messages import StepReport
 from forge.outputs import TextDelta
 from forge.request import FinishReason, Request
 from forge.server.timings import AnswerTimings

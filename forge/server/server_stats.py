@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from math import inf, isinf
 
 from forge.async_llm import AsyncLLM
-from forge.engine_loop import EngineStatus, StepReport
+from forge.engine_messages import EngineStatus, StepReport
 from forge.kv_publisher import NO_KV_EVENTS, KVEventCounts
 from forge.outputs import TextDelta
 from forge.request import FinishReason, Request

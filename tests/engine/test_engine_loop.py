@@ -11,7 +11,8 @@ import pytest
 
 from forge.config import EngineConfig, HostTier
 from forge.engine import Engine
-from forge.engine_loop import Abort, CheckedRequest, EngineLoop, Pause, Resize, StepReport
+from forge.engine_loop import EngineLoop
+from forge.engine_messages import Abort, CheckedRequest, Pause, Resize, StepReport
 from forge.errors import InvalidConfig
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.models.hash import HashModel

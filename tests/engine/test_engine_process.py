@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from forge.async_llm import AsyncLLM
-from forge.engine_loop import EngineStatus, PauseResult, StepReport
+from forge.engine_messages import EngineStatus, PauseResult, StepReport
 from forge.engine_process import _pack_report, _unpack_report
 from forge.errors import (
     BlocksInUse,

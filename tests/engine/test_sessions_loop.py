@@ -12,7 +12,8 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.config import EngineConfig
 from forge.engine import Engine
-from forge.engine_loop import Abort, Command, EndSession, EngineLoop, StepReport
+from forge.engine_loop import EngineLoop
+from forge.engine_messages import Abort, Command, EndSession, StepReport
 from forge.errors import EngineDead, InvalidRequest
 from forge.llm import LLM
 from forge.models.hash import HashModel

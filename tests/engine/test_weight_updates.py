@@ -19,14 +19,8 @@ import pytest
 from forge.async_llm import AsyncLLM
 from forge.config import DiskTier, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
-from forge.engine_loop import (
-    EngineLoop,
-    Pause,
-    PauseResult,
-    Resume,
-    StepReport,
-    UpdateWeights,
-)
+from forge.engine_loop import EngineLoop
+from forge.engine_messages import Pause, PauseResult, Resume, StepReport, UpdateWeights
 from forge.errors import DuplicateRequest, EngineDead, EnginePaused, InvalidConfig, InvalidWeights
 from forge.llm import LLM
 from forge.models.file_moves import FileMoves

@@ -49,7 +49,7 @@ ENGINE_AND_BELOW = {
     "schema_keywords",
     *("reasoning_counter", "thinking_budget"),
 }
-HOSTS = {"engine_loop", "engine_thread", "engine_process"}
+HOSTS = {"engine_loop", "engine_messages", "engine_thread", "engine_process"}
 LLM_AND_BELOW = (
     ENGINE_AND_BELOW
     | HOSTS
@@ -157,19 +157,22 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"start_log", "version"},
     "session_timers": {"sessions"},
     "tier_status": {"scheduler"},
+    "engine_messages": {
+        *("engine", "errors", "feedback_queue", "film.*", "kv_publisher", "pause", "request"),
+        *("sessions", "tier_status", "weights"),
+    },
     "engine_loop": {
-        *("engine", "errors", "feedback_queue", "request", "session_timers", "sessions"),
-        *("film.*", "film_attachment", "kv_publisher", "pause", "tier_status", "weights"),
-        *("recorder_chain", "timings_recorder"),
+        *("engine", "engine_messages", "errors", "feedback_queue", "film_attachment"),
+        *("recorder_chain", "request", "session_timers", "timings_recorder", "weights"),
     },
     "recorder_chain": {"engine", "pause", "recorder", "request", "seam", "sessions"},
     "timings_recorder": {
         *("recorder", "recorder_chain", "request", "scheduler", "seam", "sequence", "timings"),
     },
     "film_attachment": {"engine", "film.*", "recorder_chain"},
-    "engine_thread": {"engine_loop", "llm", "policy", "request"},
+    "engine_thread": {"engine_loop", "engine_messages", "llm", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
-    | {"engine_loop", "engine_thread", "log", "models.*", "llm", "start_log"}
+    | {"engine_loop", "engine_messages", "engine_thread", "log", "models.*", "llm", "start_log"}
     | {"rank_start", "ranks.*"},
     "log": set(),
     "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},

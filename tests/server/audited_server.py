@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from forge.async_llm import AsyncLLM
-from forge.engine_loop import StepReport
+from forge.engine_messages import StepReport
 from forge.limits import Limits
 from forge.request import Request
 from forge.server.app import create_app
