@@ -28,8 +28,8 @@ from forge.bench.engine_driver import EngineDriver, check_num_rows, defaults, op
 from forge.bench.result_file import create_result, write_json
 from forge.bench.step import measure_steady
 from forge.bench.workload import Cells, draw_prompts, print_result, prompt_id_range
+from forge.engine_options import Options
 from forge.errors import ForgeError, InvalidConfig
-from forge.llm import Options
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ranks", ("reduce_packets", "reduce_flagged", "gather_packets", "nccl", "_all_reduce")),

@@ -26,8 +26,9 @@ from typing import NamedTuple
 from forge.bench.shapes import SHAPES, has_no_weights, write_shape
 from forge.bench.workload import Cells, RequestTimes, run_engine_closed_loop
 from forge.engine import Engine
+from forge.engine_options import Options
 from forge.errors import InvalidConfig, RequestFailed
-from forge.llm import LLM, Options
+from forge.llm import LLM
 from forge.models.embedded import EMBEDDED_CHECKPOINTS, MAX_POSITIONS
 from forge.models.model_wrapper import ModelWrapper
 from forge.request import Delta, Request, SamplingParams

@@ -32,8 +32,9 @@ from forge.bench.workload import (
     print_result,
     prompt_id_range,
 )
+from forge.engine_options import Options
 from forge.errors import InvalidConfig, RequestFailed
-from forge.llm import LLM, Options
+from forge.llm import LLM
 
 CELLS = (
     BatchCell("c256", 256, (200, 200), (384, 384)),

@@ -38,8 +38,9 @@ from forge.bench.returning_prefix import (
 )
 from forge.bench.shapes import has_no_weights, kv_bytes_per_token, model_folder
 from forge.bench.workload import print_result, prompt_id_range
+from forge.engine_options import Options
 from forge.errors import InvalidConfig, RequestFailed
-from forge.llm import LLM, Options
+from forge.llm import LLM
 
 FILE_LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 """Lengths that are read from files: a cold file of a long prefix takes seconds."""

@@ -27,8 +27,8 @@ from forge.bench.result_file import create_result, write_json
 from forge.bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.config import EngineConfig
 from forge.engine import Engine
+from forge.engine_options import Options
 from forge.errors import InvalidConfig, RequestFailed
-from forge.llm import Options
 from forge.models.model_wrapper import ModelWrapper
 from forge.request import MAX_FAST_LOGPROBS, Request, SamplingParams, TokenLogprob
 from forge.seam import Model, PendingStep, StepPlan

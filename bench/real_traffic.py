@@ -54,8 +54,9 @@ from forge.bench.traffic_requests import (
 )
 from forge.bench.vllm_peer import VLLMPeer
 from forge.bench.workload import PROMPT_ID_RANGE, Cells, print_result, prompt_id_range
+from forge.engine_options import Options
 from forge.errors import ForgeError, InvalidConfig, RequestFailed
-from forge.llm import LLM, Options
+from forge.llm import LLM
 from forge.request import SamplingParams
 from forge.sim.workloads.traces import SAMPLE_TRACE
 

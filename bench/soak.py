@@ -30,7 +30,7 @@ from forge.bench.pairs import PlanCounter
 from forge.bench.result_file import create_result, write_json
 from forge.bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.engine import Engine
-from forge.llm import Options
+from forge.engine_options import Options
 from forge.request import Delta, Request, SamplingParams
 
 MAX_OPEN = 256

@@ -49,8 +49,8 @@ from forge.bench.result_file import create_result, write_json
 from forge.bench.workload import Cells, draw_prompts, print_result, prompt_id_range
 from forge.config import EngineConfig, Speculation, StepCosts
 from forge.engine import Engine
+from forge.engine_options import Options
 from forge.errors import InvalidConfig
-from forge.llm import Options
 from forge.models.costs import DeviceTimes, measure_device_times, measure_step_costs
 from forge.models.embedded import EMBEDDED_CHECKPOINTS
 from forge.models.model_wrapper import ModelWrapper

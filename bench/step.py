@@ -30,7 +30,7 @@ from forge.bench.workload import (
     print_result,
     prompt_id_range,
 )
-from forge.llm import Options
+from forge.engine_options import Options
 
 
 def measure_throughput(drive: EngineDriver, batch: BatchCell, rounds: int, seed: int) -> float:

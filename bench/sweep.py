@@ -12,7 +12,7 @@ from typing import Any
 from forge.bench.engine_driver import EngineDriver, defaults, open_llm
 from forge.bench.result_file import create_result, write_json
 from forge.bench.workload import Cells, print_result, prompt_id_range, run_closed_levels
-from forge.llm import Options
+from forge.engine_options import Options
 
 HEADING = f"{'streams':>8}{'TTFT p50':>10}{'ITL p50':>9}{'ITL p99':>9}{'gap p99':>9}{'tok/s':>10}"
 

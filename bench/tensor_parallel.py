@@ -33,8 +33,8 @@ from forge.bench.result_file import create_result, write_json
 from forge.bench.served_traffic import find_free_port
 from forge.bench.shapes import SHAPES, write_shape
 from forge.bench.workload import Cells, print_result
+from forge.engine_options import Options
 from forge.errors import ForgeError, InvalidConfig
-from forge.llm import Options
 from forge.models.rank_devices import rank_environment
 
 RANK_MODULE = "forge.bench.tensor_parallel_rank"

@@ -18,7 +18,8 @@ from typing import Any
 from forge.bench.engine_driver import defaults, greedy, open_llm
 from forge.bench.result_file import create_result, write_json
 from forge.bench.workload import Cells, PrefixCell, draw_prompts, print_result, prompt_id_range
-from forge.llm import LLM, Options
+from forge.engine_options import Options
+from forge.llm import LLM
 
 
 def measure_ttft_s(llm: LLM, prompt: list[int]) -> float:

@@ -32,8 +32,9 @@ from forge.bench.engine_driver import greedy
 from forge.bench.result_file import create_result, write_json
 from forge.bench.shapes import SHAPES, write_shape
 from forge.bench.workload import draw_prompts, print_result, prompt_id_range
+from forge.engine_options import Options
 from forge.errors import ForgeError, RequestFailed
-from forge.llm import LLM, Options
+from forge.llm import LLM
 from forge.models.hf import HFModel
 from forge.pause import PauseMode
 from forge.request import FinishReason, Request

@@ -45,13 +45,12 @@ from forge.engine_messages import (
     UpdateWeights,
     Wake,
 )
+from forge.engine_options import DEFAULT_MODEL, Options
 from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
 from forge.errors import EngineClosed, EngineDead, ForgeError, InvalidWeights
 from forge.llm import (
-    DEFAULT_MODEL,
     DEFAULT_PARAMS,
-    Options,
     Prompt,
     RequestFields,
     new_namespace,

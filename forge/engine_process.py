@@ -36,13 +36,14 @@ from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.engine_loop import EngineLoop
 from forge.engine_messages import Command, EngineStatus, StepReport
+from forge.engine_options import Options, model_options, open_engine
 from forge.engine_thread import CLOSE_REASON, LOG, STOP_TIMEOUT_S, EndCallback, ReportCallback
 from forge.errors import EngineDead, ForgeError, InvalidConfig
-from forge.llm import Options, load_policy, model_options, open_engine
 from forge.log import nonblocking_logging
 from forge.models.gc_control import freeze_gc
 from forge.models.loader import import_checkpoint_packages
 from forge.policy import Policy
+from forge.policy_loader import load_policy
 from forge.rank_start import start_ranks
 from forge.ranks.rank_context import LeaderContext
 from forge.ranks.rank_process import end_with_parent, ignore_end_signals

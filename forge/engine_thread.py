@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 from forge.engine_loop import EngineLoop
 from forge.engine_messages import Command, EngineStatus, StepReport
-from forge.llm import Options, open_engine
+from forge.engine_options import Options, open_engine
 from forge.policy import Policy
 from forge.request import FinishReason
 

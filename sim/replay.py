@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from forge.errors import ForgeError, InvalidConfig
-from forge.llm import load_policy
 from forge.policy import Policy
+from forge.policy_loader import load_policy
 from forge.recording import Entry, read_entries
 from forge.replay_run import ReplayRun
 from forge.request import Delta

@@ -17,8 +17,8 @@ from typing import Any
 from forge.cli.options import ENGINE_OPTIONS, define_option, options_from_dataclass
 from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
-from forge.llm import load_policy
 from forge.policies import policy_names
+from forge.policy_loader import load_policy
 from forge.sim.cost.cost_spec import cost_num_blocks
 from forge.sim.scenario import (
     DEFAULT_NUM_REQUESTS,

@@ -23,9 +23,9 @@ from forge.config import MAX_GEOMETRY, EngineConfig, HostTier, Speculation
 from forge.engine import Engine
 from forge.errors import InvalidConfig
 from forge.kv_events import KVEventSink
-from forge.llm import load_policy
 from forge.models.hash import HashModel
 from forge.policies import policy_names, policy_path
+from forge.policy_loader import load_policy
 from forge.seam import Model
 from forge.sim.answer_recorder import AnswerRecorder
 from forge.sim.clock import Clock, LinkCost, VirtualClockModel

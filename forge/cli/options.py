@@ -18,9 +18,9 @@ from dataclasses import fields
 from typing import NamedTuple, cast, get_type_hints
 
 from forge.config import MAX_GEOMETRY, DeviceOptions, EngineConfig
+from forge.engine_options import DEFAULT_MODEL, Options
 from forge.kv_event_options import KVEventOptions
 from forge.limits import Limits
-from forge.llm import DEFAULT_MODEL, Options
 from forge.policies import policy_names
 from forge.request import SamplingParams
 from forge.tier_options import TierOptions

@@ -27,9 +27,10 @@ from forge.cli.options import (
     OptionValue,
     closest_matches,
 )
+from forge.engine_options import Options
 from forge.errors import InvalidConfig
 from forge.limits import Limits
-from forge.llm import LLM, Options
+from forge.llm import LLM
 from forge.trainer_access import TrainerAccess
 
 LLMType = TypeVar("LLMType", LLM, AsyncLLM)

@@ -20,9 +20,9 @@ from typing import Any
 from starlette.types import Message
 
 from forge.async_llm import AsyncLLM
+from forge.engine_options import Options
 from forge.errors import EngineDead
 from forge.limits import DEFAULT_LIMITS, Limits
-from forge.llm import Options
 from forge.ray.call import Call, ReplicaLost, ResponseHead
 from forge.ray.scaling import QUEUE_METRIC, ROWS_METRIC
 from forge.server.app import create_app

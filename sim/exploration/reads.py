@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidConfig
-from forge.llm import load_policy
 from forge.policies import policy_path
 from forge.policy import POLICIES, Policy
+from forge.policy_loader import load_policy
 from forge.sim.exploration.world import TinyWorld
 
 

@@ -40,8 +40,8 @@ from forge.bench.spec import (
 from forge.bench.workload import Cells
 from forge.cli.main import main as forge
 from forge.config import StepCosts
+from forge.engine_options import Options
 from forge.errors import InvalidConfig, RequestFailed
-from forge.llm import Options
 from forge.models.costs import DeviceTimes
 from forge.models.hash import HashModel
 from forge.models.paged import FaultHooks

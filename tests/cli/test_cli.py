@@ -43,9 +43,10 @@ from forge.config import (
     HostTier,
     Speculation,
 )
+from forge.engine_options import Options
 from forge.errors import InvalidRequest
 from forge.kv_event_options import KVEventOptions
-from forge.llm import LLM, Options
+from forge.llm import LLM
 from forge.models.loader import SPECULATION_OPTIONS
 from forge.request import SamplingParams
 from forge.tier_options import TierOptions

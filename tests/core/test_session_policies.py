@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from forge.invariants import audit
-from forge.llm import load_policy
 from forge.policies import policy_names
 from forge.policy import Candidate, PolicyContext, oldest_overtaken
+from forge.policy_loader import load_policy
 from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.sessions import Session

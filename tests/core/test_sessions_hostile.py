@@ -8,8 +8,8 @@ from typing import Any, cast
 from forge.blocks import BlockPool, chain_hashes
 from forge.config import Speculation
 from forge.drafting import create_drafter
-from forge.llm import load_policy
 from forge.policy import FCFS, Candidate, PolicyContext
+from forge.policy_loader import load_policy
 from forge.proposers import NGramProposer
 from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler

@@ -19,11 +19,13 @@ from forge.cli.options import MODEL_OPTION
 from forge.config import EngineConfig
 from forge.deferred_interrupt import defer_interrupt
 from forge.engine import Engine
+from forge.engine_options import add_offline_defaults
 from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidRequest, PolicyError
-from forge.llm import LLM, Prompt, add_offline_defaults, load_policy
+from forge.llm import LLM, Prompt
 from forge.models.hash import HashModel
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.policy import FCFS, POLICIES, Candidate, PolicyContext, least_progress
+from forge.policy_loader import load_policy
 from forge.recorder import Recorder
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from forge.seam import StepOutput, StepPlan
@@ -766,7 +768,7 @@ def test_several_prompts_are_not_one_to_stream() -> None:
 def test_llm_computes_more_tokens_in_a_step_on_a_gpu_than_a_server(
     model: str, options: Any, gpu: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forge.llm.has_gpu", lambda: gpu)
+    monkeypatch.setattr("forge.engine_options.has_gpu", lambda: gpu)
     completed = add_offline_defaults(model, options)
     assert completed.get("max_num_batched_tokens") == expected
     assert {**completed, **options} == completed

@@ -10,10 +10,11 @@ import pytest
 from forge.config import DeviceOptions, EngineConfig
 from forge.engine import Engine
 from forge.errors import EngineDead, InvalidConfig, RankMismatch
-from forge.llm import LLM, load_policy
+from forge.llm import LLM
 from forge.models.embedded import embedded_folder
 from forge.models.hash import HashModel
 from forge.policy import FCFS
+from forge.policy_loader import load_policy
 from forge.rank_start import PlanChecker, start_ranks
 from forge.recording import RecordingWriter, build_header
 from forge.request import Request, SamplingParams

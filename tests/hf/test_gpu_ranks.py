@@ -29,7 +29,8 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig  # noqa: E402
 
 from forge.bench.shapes import SHAPES, write_config  # noqa: E402
-from forge.llm import LLM, Options  # noqa: E402
+from forge.engine_options import Options  # noqa: E402
+from forge.llm import LLM  # noqa: E402
 from forge.request import SamplingParams  # noqa: E402
 from tests.forge_process import start_server  # noqa: E402
 from tests.hf.families import create_module_from_config  # noqa: E402

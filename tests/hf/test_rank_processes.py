@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 
 from forge.async_llm import AsyncLLM  # noqa: E402
 from forge.bench.served_traffic import find_free_port  # noqa: E402
-from forge.llm import LLM, Options  # noqa: E402
+from forge.engine_options import Options  # noqa: E402
+from forge.llm import LLM  # noqa: E402
 from forge.models.embedded import embedded_folder  # noqa: E402
 from forge.request import SamplingParams  # noqa: E402
 from tests.ranks.test_rank_group import is_alive, wait_until  # noqa: E402

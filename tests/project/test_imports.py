@@ -56,7 +56,7 @@ LLM_AND_BELOW = (
     | {"log", "outputs", "overhead", "start_log", "tier_options", "tier_status", "version"}
     | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
     | {"film.*", "film_attachment", "recorder_chain"}
-    | {"deferred_interrupt", "timings", "timings_recorder"}
+    | {"deferred_interrupt", "engine_options", "policy_loader", "timings", "timings_recorder"}
     | {"models.*", "llm", "async_llm", "rank_start", "ranks.*", "replay_run"}
 )
 
@@ -150,11 +150,13 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "ranks.*": {"errors", "log", "ranks.*"},
     "replay_run": ENGINE_AND_BELOW - {"engine"},
     "rank_start": ENGINE_AND_BELOW | {"models.*", "ranks.*", "replay_run", "start_log"},
+    "policy_loader": {"errors", "policies.*", "policy"},
+    "engine_options": ENGINE_AND_BELOW
+    | {"kv_event_options", "kv_publisher", "models.*", "overhead", "policy_loader"}
+    | {"rank_start", "ranks.*", "start_log", "version"},
     "llm": ENGINE_AND_BELOW
-    | {"deferred_interrupt"}
-    | {"kv_event_options", "kv_publisher", "recorder_chain", "timings_recorder"}
-    | {"models.*", "outputs", "overhead", "progress", "rank_start", "ranks.*"}
-    | {"start_log", "version"},
+    | {"deferred_interrupt", "engine_options", "outputs", "progress"}
+    | {"recorder_chain", "timings_recorder"},
     "session_timers": {"sessions"},
     "tier_status": {"scheduler"},
     "engine_messages": {
@@ -170,12 +172,13 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *("recorder", "recorder_chain", "request", "scheduler", "seam", "sequence", "timings"),
     },
     "film_attachment": {"engine", "film.*", "recorder_chain"},
-    "engine_thread": {"engine_loop", "engine_messages", "llm", "policy", "request"},
+    "engine_thread": {"engine_loop", "engine_messages", "engine_options", "policy", "request"},
     "engine_process": ENGINE_AND_BELOW
-    | {"engine_loop", "engine_messages", "engine_thread", "log", "models.*", "llm", "start_log"}
+    | {"engine_loop", "engine_messages", "engine_options", "engine_thread", "log"}
+    | {"models.*", "policy_loader", "start_log"}
     | {"rank_start", "ranks.*"},
     "log": set(),
-    "async_llm": ENGINE_AND_BELOW | HOSTS | {"llm", "load_report", "outputs"},
+    "async_llm": ENGINE_AND_BELOW | HOSTS | {"engine_options", "llm", "load_report", "outputs"},
     "trainer_access": {"errors", "weights"},
     "server.*": LLM_AND_BELOW
     | {"__init__", "grammar_sandbox", "limits", "server.*", "trainer_access"},
@@ -186,7 +189,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "ray.call": {"errors", "ray.routing_key"},
     "ray.fleet_options": {"cli.*", "errors", "routing.*"},
     "ray.replica": {
-        *("async_llm", "errors", "limits", "llm", "ray.call", "ray.scaling", "server.*"),
+        *("async_llm", "engine_options", "errors", "limits", "ray.call", "ray.scaling", "server.*"),
     },
     "ray.ingress": {"ray.call", "ray.routing_key", "server.*"},
     "ray.request_router": {"ray.call", "ray.routing_key", "ray.routing_state", "routing.*"},

@@ -13,9 +13,9 @@ import pytest
 from forge.blocks import BlockHash, BlockPool
 from forge.cli.main import main
 from forge.errors import InvalidConfig
-from forge.llm import load_policy
 from forge.policies import policy_names
 from forge.policy import FCFS, Candidate, Policy, PolicyContext
+from forge.policy_loader import load_policy
 from forge.request import Request
 from forge.scheduler import Scheduler
 from forge.sessions import Session, SessionKey, SessionTable

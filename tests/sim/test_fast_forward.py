@@ -13,8 +13,8 @@ import pytest
 
 from forge.config import EngineConfig, HostTier
 from forge.engine import Engine
-from forge.llm import load_policy
 from forge.policies import policy_names
+from forge.policy_loader import load_policy
 from forge.request import Delta
 from forge.seam import StepPlan
 from forge.sim.clock import FREE_LINK, Clock, LinkCost, VirtualClockModel

@@ -9,9 +9,9 @@ import pytest
 
 from forge.config import EngineConfig
 from forge.errors import InvalidConfig
-from forge.llm import load_policy
 from forge.policies import POLICY_FOLDER, policy_names
 from forge.policy import POLICIES, Policy
+from forge.policy_loader import load_policy
 from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.sequence import Sequence

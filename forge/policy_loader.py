@@ -1,0 +1,48 @@
+"""load_policy: a policy by its name, or from a Python file.
+
+Owns what a file must define. Runs the file: it is the operator's.
+"""
+
+from __future__ import annotations
+
+import runpy
+
+from forge.errors import InvalidConfig
+from forge.policies import policy_names, policy_path
+from forge.policy import POLICIES, Policy
+
+
+def load_policy(name_or_policy: str | Policy) -> Policy:
+    """Return the policy of that name, or the one that the named file defines as `policy`.
+
+    Raises InvalidConfig.
+    """
+    if isinstance(name_or_policy, Policy):
+        return name_or_policy
+    names = ", ".join(policy_names())
+    if not isinstance(name_or_policy, str):
+        raise InvalidConfig("policy", f"{name_or_policy!r} is no name", f"Use {names} or a FILE.py")
+    if name_or_policy in POLICIES:
+        return POLICIES[name_or_policy]
+    path = policy_path(name_or_policy)
+    if path is None:
+        raise InvalidConfig(
+            "policy", f"{name_or_policy[:64]!r} is not known", f"Use {names} or a FILE.py"
+        )
+    if not path.is_file():
+        raise InvalidConfig(
+            "policy", f"there is no file {name_or_policy!r}", f"Use {names} or a FILE.py"
+        )
+    try:
+        policy = runpy.run_path(str(path)).get("policy")
+    except (Exception, SystemExit) as error:
+        raise InvalidConfig(
+            "policy", f"{name_or_policy} does not run: {error!r}", "Fix the policy"
+        ) from error
+    if not isinstance(policy, Policy) or not policy.is_complete:
+        raise InvalidConfig(
+            "policy",
+            f"{name_or_policy} does not define `policy`",
+            "Assign it a forge.policy.Policy",
+        )
+    return policy
