@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from inspect import signature
@@ -619,10 +619,14 @@ def test_a_generate_that_is_interrupted_while_it_decodes_takes_nothing_from_a_st
     stream = llm.stream("stream", params)
     tokens = [*next(stream).token_ids]
 
-    def interrupt(tokens: Iterable[int]) -> str:
-        raise KeyboardInterrupt
+    class InterruptedDetokenizer:
+        def extend(self, tokens: Sequence[int]) -> str:
+            return ""
 
-    monkeypatch.setattr(llm.tokenizer, "decode", interrupt)
+        def flush(self) -> str:  # at the end of the choice
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.tokenizer, "create_detokenizer", InterruptedDetokenizer)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("batch", SamplingParams(max_tokens=3, ignore_eos=True))
     for delta in stream:
