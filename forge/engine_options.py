@@ -3,8 +3,8 @@
 Owns how options become a model, its ranks, a recorder and an engine. Knows no prompt and no text.
 
     Options ─┬─► load_model, start_ranks ──► LoadedModel ─┬─► Engine
-             ├─► RecordingWriter      record, check_ranks ─┤
-             └─► KVEventPublisher     kv_events ───────────┘
+             ├─► RecordingWriter      record, check_ranks ┤
+             └─► KVEventPublisher     kv_events ──────────┘
 """
 
 from __future__ import annotations
