@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from forge.cli.options import Option, closest_matches
 from forge.cli.settings import Settings
+from forge.cli.vllm_options import vllm_remedy
 
 CommandFunction = Callable[[argparse.Namespace, Settings], int]
 
@@ -25,14 +26,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {collapse_whitespace(message)}. See {self.prog} --help\n")
 
     def reject_arguments(self, arguments: Sequence[str]) -> NoReturn:
-        """Exit with status 2 because of unknown arguments, naming the nearest known option."""
+        """Exit with status 2 because of unknown arguments, and say what to do about the first.
+
+        That is the remedy of an option of vLLM, or the nearest known option.
+        """
         name = arguments[0].partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{name!r} is one argument too many")
-        suggestion = closest_matches(name, re.findall(r"--[\w-]+", self.format_usage()))
-        self.error(
-            f"there is no option {name}{'. The nearest is ' + suggestion[0] if suggestion else ''}"
-        )
+        suggestions = closest_matches(name, re.findall(r"--[\w-]+", self.format_usage()))
+        remedy = vllm_remedy(name) or "".join(f"The nearest is {each}" for each in suggestions)
+        self.error(f"there is no option {name}{'. ' + remedy if remedy else ''}")
 
 
 def collapse_whitespace(text: str) -> str:

@@ -27,6 +27,7 @@ from forge.cli.options import (
     OptionValue,
     closest_matches,
 )
+from forge.cli.vllm_options import vllm_remedy
 from forge.engine_options import Options
 from forge.errors import InvalidConfig
 from forge.limits import Limits
@@ -195,7 +196,8 @@ def read_config_file(path: str) -> dict[str, OptionValue]:
                     f"Give {SAMPLING_FLAGS[name]} there",
                 )
             suggestions = closest_matches(name, list(by_key)) or by_key
-            raise InvalidConfig(origin, "there is no such option", f"Use {', '.join(suggestions)}")
+            remedy = vllm_remedy(name) or f"Use {', '.join(suggestions)}"
+            raise InvalidConfig(origin, "there is no such option", remedy)
         values[key] = check_value(by_key[key], value, f"{key} in {path}")
     return values
 

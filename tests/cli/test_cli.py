@@ -35,6 +35,7 @@ from forge.cli.options import (
     Option,
 )
 from forge.cli.settings import resolve_settings
+from forge.cli.vllm_options import VLLM_OPTIONS
 from forge.config import (
     MAX_GEOMETRY,
     DeviceOptions,
@@ -750,6 +751,12 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ),
         ("serve --max-num 8", "forge serve: there is no option --max-num. The nearest is --max-n"),
         ("serve --zzz=8", "forge serve: there is no option --zzz. See forge serve --help"),
+        (
+            "serve --chat-template=a.jinja",
+            "forge serve: there is no option --chat-template. Write it to chat_template.jinja in ",
+        ),
+        ("info --no-enable-lora", "forge info: there is no option --no-enable-lora. Merge the "),
+        ("info -tp 2", "forge info: there is no option -tp. Give --tensor-parallel-size. See "),
         ("serve hash b", "forge serve: 'b' is one argument too many. See forge serve --help"),
         ("serve nonesuch", "forge serve: MODEL: 'nonesuch' is not a model this build serves. Use "),
         ("serve hash:seed=x", "forge serve: MODEL: hash:seed='x' is not a number. Give seed=1"),
@@ -946,6 +953,7 @@ def test_a_bad_variable_is_refused_by_its_name(
             "top-p in {}: sampling is set by flags of forge generate only. Give --top-p",
         ),
         ("stop: a", "stop in {}: sampling is set by flags of forge generate only. Give --stop"),
+        ("swap_space: 8", "swap_space in {}: there is no such option. Give --kv-host-gib"),
         ("zzz: 8", "zzz in {}: there is no such option. Use model, host, port, api_key, "),
         ("8: 8", "8 in {}: there is no such option. Use model, host, "),
         (
@@ -1045,6 +1053,21 @@ def test_the_page_has_a_row_for_every_option() -> None:
         )
         for each in SERVE_OPTIONS
     ]
+
+
+def test_the_page_lists_the_options_of_vllm_that_forge_lacks() -> None:
+    assert parse_tables(PAGE)[-1] == [
+        format_cells(", ".join(f"`{name}`" for name in names), remedy)
+        for names, remedy in VLLM_OPTIONS.items()
+    ]
+
+
+def test_an_option_of_vllm_is_listed_once_and_its_remedy_names_options_of_forge() -> None:
+    names = [name for group in VLLM_OPTIONS for name in group]
+    flags = {each.flag for each in SERVE_OPTIONS[1:]}  # MODEL is a flag of forge generate only
+    assert len(names) == len(set(names))
+    assert set(names) & flags == set()
+    assert set(re.findall(r"--[\w-]+", " ".join(VLLM_OPTIONS.values()))) <= flags
 
 
 def test_the_page_shows_the_geometry_of_hash() -> None:
