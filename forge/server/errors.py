@@ -320,10 +320,11 @@ async def _handle_http_exception(request: Request, exc: Exception) -> Response:
     path = excerpt(request.scope["path"])
     code, message = "http_error", f"{path}: {excerpt(str(exc.detail))}"
     if exc.status_code == 404:
-        code, message = "not_found", f"There is nothing at {path}. See /v1/models and the docs"
+        code, message = "not_found", f"There is nothing at {path}. All routes are in /openapi.json"
     if exc.status_code == 405:
-        method = excerpt(request.method)
-        code, message = "method_not_allowed", f"{path} does not take {method}. See the allow header"
+        allowed = " or ".join(sorted((exc.headers or {})["Allow"].split(", ")))
+        code = "method_not_allowed"
+        message = f"{path} does not take {excerpt(request.method)}. Use {allowed}"
     error = APIError(exc.status_code, code, message, headers=exc.headers)
     return create_error_response(error, request.scope)
 

@@ -12,7 +12,11 @@ from typing import Any
 
 from forge.errors import InvalidRequest
 from forge.server.errors import excerpt
-from forge.server.protocol import invalid_field_error, missing_field_error
+from forge.server.protocol import (
+    invalid_field_error,
+    missing_field_error,
+    unknown_field_error,
+)
 
 NO_KEYS: Mapping[str, tuple[object, ...]] = {}
 
@@ -58,12 +62,7 @@ def check_keys(
         if key in known:
             continue
         if key not in unsupported:
-            raise InvalidRequest(
-                f"{param}.{excerpt(key)}",
-                "there is no such field",
-                "Leave it out",
-                "unknown_parameter",
-            )
+            raise unknown_field_error(f"{param}.{excerpt(key)}", key, known)
         if value is not None and not any(
             type(value) is type(neutral) and value == neutral for neutral in unsupported[key]
         ):

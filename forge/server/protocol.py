@@ -13,8 +13,9 @@ field.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
@@ -41,6 +42,9 @@ MAX_USER_CHARS = 512
 MAX_METADATA = 16
 MAX_NAMED_KEYS = 8
 """Wrong keys of one field that an error names."""
+
+MIN_SIMILARITY = 0.7
+"""Least ratio of difflib at which an error names a field as the one that was meant."""
 
 _SHORT_TEXT = f"a string of at most {MAX_USER_CHARS} characters"
 IntegerField = Annotated[int | None, Field(description="an integer")]
@@ -143,16 +147,25 @@ CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
 """Fields of a chat alone, and the values of each that have no effect without one."""
 
 REMEDIES: Mapping[str, str] = {
+    **{
+        f"guided_{kind}": f'Use structured_outputs: {{"{kind}": ...}}'
+        for kind in ("choice", "grammar", "json", "regex")
+    },
     **dict.fromkeys(
-        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
-        "Use structured_outputs or response_format",
+        ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
+        "Send a chat to /v1/chat/completions",
     ),
     "audio": "Send and request text",
+    "chat_template": "Write it to chat_template.jinja in the model's folder",
     "function_call": "Use tool_choice",
     "functions": "Use tools",
+    "max_completion_tokens": "Use max_tokens",
+    "prompt": "Send messages, or a prompt to /v1/completions",
     "stop_regex": "Use stop, or regex for the whole output",
     "modalities": 'Send and request text: ["text"]',
     "thinking_token_budget": "Send a chat, whose template shows where its reasoning begins",
+    "top_logprobs": "Use logprobs of /v1/completions",
+    "truncate_prompt_tokens": "Shorten the prompt",
     "suffix": "Write both texts into the prompt, as the model was trained to fill in between",
     "use_beam_search": "Use n and a temperature, and choose by logprobs",
     "web_search_options": "Give a search of your own as a tool",
@@ -303,9 +316,7 @@ def parse_request(model_type: type[BodyT], body: Mapping[str, Any]) -> BodyT:
             _check_length(name, value)
             known_fields[name] = value
         else:
-            raise InvalidRequest(
-                excerpt(name), "there is no such field", "Leave it out", "unknown_parameter"
-            )
+            raise unknown_field_error(excerpt(name), name, model_type.model_fields)
     try:
         return model_type.model_validate(known_fields)
     except ValidationError as error:
@@ -405,3 +416,15 @@ def missing_field_error(name: str, remedy: str) -> InvalidRequest:
 def invalid_field_error(name: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
     """Return the error of a field with an invalid value."""
     return InvalidRequest(name, problem, "Fix it", code)
+
+
+def unknown_field_error(param: str, name: str, known: Iterable[str]) -> InvalidRequest:
+    """Return the error of a field that does not exist. Its remedy names the nearest one, if any.
+
+    param   path of the field, for the error
+    name    the field as the client wrote it, of any length
+    """
+    names = list(known) if len(name) <= MAX_EXCERPT_CHARS else []
+    nearest = difflib.get_close_matches(name, names, 1, MIN_SIMILARITY)
+    remedy = "".join(f"Use {each}, or leave it out" for each in nearest) or "Leave it out"
+    return InvalidRequest(param, "there is no such field", remedy, "unknown_parameter")

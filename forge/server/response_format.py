@@ -143,7 +143,9 @@ def _parse_structured_outputs(value: Mapping[str, Any]) -> Structure:
     unknown = sorted(given.keys() - set(_OUTPUT_KINDS))
     if unknown or len(given) != 1:
         problem = (
-            f"{excerpt(unknown[0])}: there is no such kind" if unknown else "it has not one kind"
+            f"{excerpt(unknown[0])}: there is no such kind"
+            if unknown
+            else f"it has {len(given)} kinds, and takes one"
         )
         raise InvalidRequest(
             field, problem, f"Give one of {', '.join(_OUTPUT_KINDS)}", "invalid_value"

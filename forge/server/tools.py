@@ -23,7 +23,11 @@ from forge.schema_keywords import drop_neutral_keywords
 from forge.server.errors import excerpt
 from forge.server.harmony import HarmonyGrammarBuilder
 from forge.server.json_numbers import parse_float, parse_int
-from forge.server.protocol import invalid_field_error, missing_field_error
+from forge.server.protocol import (
+    invalid_field_error,
+    missing_field_error,
+    unknown_field_error,
+)
 from forge.server.response_format import NamedStructure
 from forge.server.tool_formats import CallableTool, CallFormat, HarmonyFormat, ToolCallFormat
 from forge.server.tool_grammar import ToolGrammarBuilder, write_json_rule
@@ -332,12 +336,7 @@ def _strip_annotations(schema: Any) -> Any:
 def _check_keys(param: str, item: Mapping[str, Any], known: set[str]) -> None:
     for key in item:
         if key not in known:
-            raise InvalidRequest(
-                f"{param}.{excerpt(key)}",
-                "there is no such field",
-                "Leave it out",
-                "unknown_parameter",
-            )
+            raise unknown_field_error(f"{param}.{excerpt(key)}", key, known)
 
 
 def parse_tool_calls(param: str, value: object) -> list[dict[str, Any]]:

@@ -81,6 +81,7 @@ def test_an_idle_server_is_healthy(app: Starlette, path: str) -> None:
     assert get(app, path).status_code == 200
     response = asyncio.run(call_app(app, "DELETE", path))
     check_envelope(response, 405, None, "method_not_allowed")
+    assert response.json()["error"]["message"] == f"{path} does not take DELETE. Use GET or HEAD"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])

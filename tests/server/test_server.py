@@ -29,15 +29,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge import LLM, AsyncLLM, HashModel, SamplingParams
-from forge.errors import InvalidConfig
+from forge.errors import InvalidConfig, InvalidRequest
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.models.paged import FaultHooks
 from forge.policy import FCFS, Policy, first_in_queue
 from forge.seam import StepPlan
 from forge.server.app import create_app
 from forge.server.body import MAX_BODY_BYTES
+from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest
 from forge.server.http_server import create_listener, run_server
+from forge.server.protocol import RequestBody, parse_request
 from forge.tokenizer import ByteTokenizer
 from tests.server.local_server import (
     TIMEOUT_S,
@@ -630,6 +632,27 @@ def test_a_client_that_leaves_while_it_sends_leaves_nothing(running_server: Runn
 
 
 # Refusals.
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "remedy"),
+    [
+        (CompletionRequest, "max_token", "Use max_tokens, or leave it out"),
+        (CompletionRequest, "max_completion_tokens", "Use max_tokens"),
+        (CompletionRequest, "guided_json", 'Use structured_outputs: {"json": ...}'),
+        (CompletionRequest, "messages", "Send a chat to /v1/chat/completions"),
+        (ChatRequest, "prompt", "Send messages, or a prompt to /v1/completions"),
+        (ChatRequest, "foo", "Leave it out"),
+        (ChatRequest, "max_tokens" * 7, "Leave it out"),
+    ],
+)
+def test_the_error_of_a_refused_field_names_what_to_send(
+    model_type: type[RequestBody], field: str, remedy: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_request(model_type, {field: "x"})
+    assert raised.value.remedy == remedy
+
 
 BIG = 10**400
 BAD_IN_BOTH: list[tuple[dict[str, Any], str | None, str]] = [
