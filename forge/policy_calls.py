@@ -77,7 +77,11 @@ class PolicyCalls:
         """Return how the next plan's tokens are split. Raises PolicyError."""
         split = self._ask(self.policy.split, budget, num_decodes, prefilling)
         if not _is_within_offer(split, budget, num_decodes, prefilling):
-            raise PolicyError(f"split gave {split} of a budget of {budget}. Stay within the offer")
+            pending = [each.num_pending for each in prefilling]
+            raise PolicyError(
+                f"split returned {split!r} for a budget of {budget}, decodes {num_decodes}, "
+                f"pending {pending}. Return a Split within these, with a chunk for each sequence"
+            )
         assert isinstance(split, Split)
         return split
 
@@ -105,15 +109,20 @@ class PolicyCalls:
 
 
 def _call(function: Callable[..., Any], *arguments: object) -> Any:
-    """Return what the policy returns. Raises PolicyError, with file and line, for any exception."""
+    """Return what the policy returns. Raises PolicyError, with file and line, for any exception.
+
+    The line is that of the error, or of the function where the call itself fails.
+    """
     try:
         return function(*arguments)
     except Exception as error:
+        code = getattr(function, "__code__", _call.__code__)
+        where = f"{code.co_filename}:{code.co_firstlineno}"
         traceback = error.__traceback__
-        while traceback is not None and traceback.tb_next is not None:
-            traceback = traceback.tb_next
         assert traceback is not None
-        where = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        while traceback.tb_next is not None:
+            traceback = traceback.tb_next
+            where = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
         raise PolicyError(f"the policy raised {error!r} at {where}. Fix the policy") from error
 
 
@@ -130,7 +139,7 @@ def _not_on_offer(decision: str, choice: object) -> PolicyError:
         name = f"session {choice.key}"
     elif isinstance(choice, TokenSequence):
         name = f"sequence {choice.id}"
-    return PolicyError(f"{decision} chose {name}. Choose one on offer")
+    return PolicyError(f"{decision} returned {name}. Return one of its candidates")
 
 
 def _is_within_offer(

@@ -6,6 +6,7 @@ Owns what a file must define. Runs the file: it is the operator's.
 from __future__ import annotations
 
 import runpy
+from traceback import extract_tb
 
 from forge.errors import InvalidConfig
 from forge.policies import policy_names, policy_path
@@ -37,7 +38,7 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
         policy = runpy.run_path(str(path)).get("policy")
     except (Exception, SystemExit) as error:
         raise InvalidConfig(
-            "policy", f"{name_or_policy} does not run: {error!r}", "Fix the policy"
+            "policy", _policy_file_problem(name_or_policy, error), "Fix the policy"
         ) from error
     if not isinstance(policy, Policy) or not policy.is_complete:
         raise InvalidConfig(
@@ -46,3 +47,13 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
             "Assign it a forge.policy.Policy",
         )
     return policy
+
+
+def _policy_file_problem(file: str, error: BaseException) -> str:
+    """Return why a policy's file does not run, with the line of it, if one of its lines ran."""
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    cause = str(error)
+    if isinstance(error, SyntaxError):  # its text has the line again, and maybe another file
+        lines, cause = [error.lineno], error.msg
+    where = f"{file}:{lines[-1]}" if lines else file
+    return f"{where} does not run: {type(error).__name__}: {cause}"

@@ -399,7 +399,7 @@ class Scheduler:
                     return None
                 raise PolicyError(
                     f"{len(self.waiting)} requests wait, {len(self.running)} run, and the policy "
-                    "gives none of them a token. Let admit and split choose someone"
+                    "gives none of them a token. Let admit or split choose one"
                 )
             return None
         return self._add_plan(rows, copies, late_rows, late_masks)

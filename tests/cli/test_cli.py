@@ -893,7 +893,11 @@ def test_a_policy_file_that_does_not_run_is_refused(forge: ForkedForge, tmp_path
     file = tmp_path / "mine.py"
     file.write_text("policy = = 1\n")
     assert forge.check_refusal("serve", "--policy", str(file)).startswith(
-        f"forge serve: --policy: {file} does not run: SyntaxError("
+        f"forge serve: --policy: {file}:1 does not run: SyntaxError: invalid syntax. Fix the policy"
+    )
+    file.write_text("import math\n\nmath.sqrt(-1)\n")
+    assert forge.check_refusal("serve", "--policy", str(file)).startswith(
+        f"forge serve: --policy: {file}:3 does not run: ValueError: "
     )
 
 

@@ -1301,7 +1301,7 @@ def test_a_request_whose_stop_checker_cannot_be_made_leaves_nothing() -> None:
 def test_a_split_counts_in_whole_tokens(split: Split) -> None:
     s = scheduler(policy=FCFS._replace(split=lambda budget, num_decodes, filling, context: split))
     s.add(request(0, prompt=[1, 2]))
-    with pytest.raises(PolicyError, match="Stay within the offer"):
+    with pytest.raises(PolicyError, match="Return a Split within these"):
         s.schedule()
 
 
@@ -1935,7 +1935,7 @@ def test_admit_must_choose_a_waiting_sequence() -> None:
     step(s)
     s.add(request(1, prompt=[2]))
     s.policy = FCFS._replace(admit=lambda waiting, context: s.running[0])
-    with pytest.raises(PolicyError, match=r"admit chose sequence 0. Choose one on offer"):
+    with pytest.raises(PolicyError, match=r"admit returned sequence 0. Return one of its"):
         s.schedule()
 
 
@@ -1949,7 +1949,7 @@ def test_a_refused_answer_of_admit_loses_no_request() -> None:
     answers_of_admit = iter([1, 0])
     everyone = {sequence.id: sequence for sequence in [*s.waiting, *s.running.values()]}
     s.policy = FCFS._replace(admit=lambda waiting, context: everyone[next(answers_of_admit)])
-    with pytest.raises(PolicyError, match="admit chose sequence 0"):
+    with pytest.raises(PolicyError, match="admit returned sequence 0"):
         s.schedule()
     assert waiting_ids(s) == [1, 2]
     assert s.abort(1) == [Delta(1, 0, finish=ABORT)]
@@ -1975,6 +1975,14 @@ def test_a_policy_that_raises_loses_no_request() -> None:
     assert waiting_ids(s) == [1, 2]
 
 
+def test_an_error_of_a_call_names_the_function_of_the_policy() -> None:
+    """The call fails, so no line of the function ran."""
+    s = scheduler(policy=FCFS._replace(admit=lambda waiting: waiting[0]))  # type: ignore[misc]
+    s.add(request(0, prompt=[1]))
+    with pytest.raises(PolicyError, match=r"raised TypeError\(.*\) at .*test_scheduler.py"):
+        s.schedule()
+
+
 @pytest.mark.parametrize("victim", ["waiting", "exempt", "none"])
 def test_preempt_must_choose_an_offered_sequence(victim: str) -> None:
     s = pressed_scheduler()
@@ -1984,7 +1992,7 @@ def test_preempt_must_choose_an_offered_sequence(victim: str) -> None:
     s.running[0].num_preemptions = MAX_PREEMPTIONS
     choices: dict[str, Any] = {"waiting": s.waiting[0], "exempt": s.running[0], "none": None}
     s.policy = FCFS._replace(preempt=lambda running, context: choices[victim])
-    with pytest.raises(PolicyError, match=r"preempt chose .* Choose one on offer"):
+    with pytest.raises(PolicyError, match=r"preempt returned .* Return one of its"):
         s.schedule()
 
 
@@ -2008,7 +2016,9 @@ def test_split_must_stay_within_the_offer(split: Any) -> None:
     step(s)
     s.add(request(1, prompt=range(20)))
     s.policy = FCFS._replace(split=lambda budget, num_decodes, filling, context: split)
-    with pytest.raises(PolicyError, match=r"of a budget of 8. Stay within the offer"):
+    with pytest.raises(
+        PolicyError, match=r"a budget of 8, decodes 1, pending \[20\]. Return a Split"
+    ):
         s.schedule()
 
 

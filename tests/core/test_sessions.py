@@ -587,7 +587,7 @@ def test_evicting_a_session_that_is_not_on_offer_is_an_error() -> None:
     )
     finish(s, turn(0, range(12)))
     s.add(request(1, range(50, 62), max_tokens=1))
-    with pytest.raises(PolicyError, match=r"evict chose session \('', 'x'\). Choose one on offer"):
+    with pytest.raises(PolicyError, match=r"evict returned session \('', 'x'\). Return one of"):
         s.schedule()
 
 
