@@ -130,6 +130,8 @@ class StreamedResponse:
             return
         if self._refusal:
             problem = self._raw[:400].decode(errors="replace")
+            if "token_out_of_range" in problem:
+                problem += ". Give the size of its vocabulary as --vocab-size"
             raise RequestFailed(f"the server said {self._refusal}: {problem}")
         self.is_complete = True
 

@@ -32,9 +32,6 @@ STEPS = 400
 MAX_RATIO = {1: 0.36, 256: 26.0}
 """Limits of schedule and commit at this many rows, as a multiple of the yardstick."""
 
-RUST = {"sequential": 1_880_000, "batched": 2_070_000, "tokens": 3690}
-"""The Rust original on its author's machine; its model hashes eight tokens, its cache is empty."""
-
 
 def yardstick_us() -> float:
     """Return median microseconds of fixed Python code: 256 tuples of ten, 256 dictionary reads."""
@@ -146,7 +143,6 @@ def measure() -> dict[str, Any]:
             str(rows): steps[f"{rows} rows, depth 1"]["both_us"] / yardstick for rows in ROWS
         },
         "prior_workload": {"sequential": run_prior_workload(1), "batched": run_prior_workload(16)},
-        "rust_original_tokens_per_s": RUST,
         "queued_request_bytes": {str(n): measure_queued_bytes(n) for n in (16, 1000)},
     }
 
@@ -175,8 +171,7 @@ def show(figures: dict[str, Any]) -> None:
     for name, run in figures["prior_workload"].items():
         print(
             f"{name:<12}{run['tokens']:>6} tokens {run['steps']:>5} steps "
-            f"{run['tokens_per_s']:>9,.0f} tokens/s {run['ms_per_request']:>7.2f} ms/request   "
-            f"Rust original {RUST[name]:,} tokens/s"
+            f"{run['tokens_per_s']:>9,.0f} tokens/s {run['ms_per_request']:>7.2f} ms/request"
         )
     for tokens, size in figures["queued_request_bytes"].items():
         print(f"a queued request of {tokens} tokens keeps {size:,.0f} bytes")

@@ -35,7 +35,8 @@ def max_len(request: Request, config: EngineConfig, num_blocks: int) -> int:
             "prompt" if prompt_len >= config.max_model_len else limit_name,
             f"Input tokens exceed the configured limit of {config.max_model_len} tokens: "
             f"{prompt_len} prompt tokens + {min_output} output tokens{cause}",
-            f"Shorten the request or start with --max-model-len {min_len}",
+            f"Shorten the request, or start with --max-model-len {min_len} "
+            "if the model takes as many",
         )
     # The last output token is never fed back, so it takes no position.
     if max(prompt_len, min_len - 1) > num_positions:

@@ -198,7 +198,9 @@ def _bind_error(exc: OSError, host: str, port: int) -> InvalidConfig:
             "host", f"{host} is not an address of this machine", "Give 127.0.0.1, say"
         )
     if exc.errno == errno.EADDRINUSE:
-        return InvalidConfig("port", f"{port} is in use", "Stop its user, or give another --port")
+        return InvalidConfig(
+            "port", f"{port} is in use", "Stop the program that uses it, or give another --port"
+        )
     return InvalidConfig("port", f"{port} cannot be bound: {exc.strerror}", "Give another --port")
 
 

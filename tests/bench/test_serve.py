@@ -131,7 +131,10 @@ def test_a_sweep_over_http_prints_a_result_for_each_concurrency(
 def test_a_server_that_refuses_ends_the_measurement() -> None:
     """Ids reach up to 100,000 here, and the model has a few hundred."""
     cells = Cells.read()._replace(sweep=SweepCell((1,), 10, 6, 2))
-    with open_forge_server() as url, pytest.raises(RequestFailed, match="400 Bad Request"):
+    with (
+        open_forge_server() as url,
+        pytest.raises(RequestFailed, match=r"400 Bad Request.* --vocab-size"),
+    ):
         serve.main(url, None, cells=cells)
 
 

@@ -591,7 +591,8 @@ def test_a_busy_port_is_refused_before_the_model_is_loaded(forge: ForkedForge) -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert forge.check_refusal("serve", "nonesuch", "--port", port) == (
-            f"forge serve: --port: {port} is in use. Stop its user, or give another --port"
+            f"forge serve: --port: {port} is in use. "
+            "Stop the program that uses it, or give another --port"
         )
 
 

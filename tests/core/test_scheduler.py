@@ -210,7 +210,7 @@ def test_a_request_past_the_longest_sequence_is_refused_and_changes_nothing(
     assert str(refusal.value) == (
         f"{field}: Input tokens exceed the configured limit of 10 tokens: {prompt_len} prompt "
         f"tokens + {least - prompt_len} output tokens{cause if prompt_len > 10 else ''}. "
-        f"Shorten the request or start with --max-model-len {least}"
+        f"Shorten the request, or start with --max-model-len {least} if the model takes as many"
     )
     assert scheduler_state(s) == before
 

@@ -191,7 +191,7 @@ def test_refusals_are_reported_by_reason_with_a_remedy(sim: SimCommand, tmp_path
     too_long, never_fits = (
         "prompt: Input tokens exceed the configured limit of 90 tokens: 300 prompt tokens + "
         "9 output tokens, the prompt alone is longer than the model's context length. "
-        "Shorten the request or start with --max-model-len 309",
+        "Shorten the request, or start with --max-model-len 309 if the model takes as many",
         "prompt: 70 prompt tokens + 9 output tokens need 5 blocks, the cache has 2 of 16. "
         "Shorten the request or start with --num-blocks 5",
     )
