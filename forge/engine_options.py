@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any, TypedDict, cast
 
 from forge.config import default_batched_tokens
@@ -167,8 +168,10 @@ def model_options(options: Options) -> dict[str, Any]:
     """Return the options that `load_model` takes. Raises InvalidConfig for one that is unknown."""
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
-        known = ", ".join(Options.__annotations__)
-        raise InvalidConfig(unknown[0], "there is no such option", f"Options are: {known}")
+        known = list(Options.__annotations__)
+        nearest = "".join(f"Use {each}. " for each in get_close_matches(unknown[0], known, 1))
+        remedy = f"{nearest}Options are: {', '.join(known)}"
+        raise InvalidConfig(unknown[0], "there is no such option", remedy)
     return {name: value for name, value in options.items() if name not in OPTIONS_OF_NO_MODEL}
 
 

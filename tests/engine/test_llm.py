@@ -495,7 +495,7 @@ def test_without_a_name_the_model_is_that_of_the_command_line() -> None:
 
 
 def test_the_error_of_an_unknown_option_lists_the_known_ones() -> None:
-    with pytest.raises(InvalidConfig, match=r"Options are: num_blocks, block_size, max_num_seqs"):
+    with pytest.raises(InvalidConfig, match=r"Use max_num_seqs\. Options are: num_blocks, block"):
         LLM("hash", max_seqs=3)  # type: ignore[call-arg]
 
 
