@@ -32,6 +32,9 @@ MIN_RATE, MAX_RATE = 1e-3, 1e5
 RESOLUTION = 1.05
 """Quotient of two rates at which the search ends."""
 
+MIN_TRAFFIC_S = 30.0
+"""Seconds of arrivals below which a result is too high: a queue takes about a minute to grow."""
+
 CAPACITY_COLUMNS = (
     *(each for each in COLUMNS if each.head not in ("good/s", "refused", "shared %")),
     Column("good %", 8, lambda f: 100 * f["good"] / f["requests"], ".1f"),
@@ -106,7 +109,13 @@ def find_capacity(scenario: Scenario, good_share: float) -> dict[str, Any]:
         return bool(figures["good"] >= good_share * figures["requests"])
 
     bounds = search_rate(is_met, first)
-    offered = None if bounds.met is None else outcomes[bounds.met]["figures"]["offered_per_s"]
+    best = {} if bounds.met is None else outcomes[bounds.met]["figures"]
+    offered = best.get("offered_per_s")
+    if offered is not None and (traffic_s := best["requests"] / offered) < MIN_TRAFFIC_S:
+        print(
+            f"too short   {best['requests']} requests came within {traffic_s:.1f} s, and a queue "
+            "takes about a minute to grow. Give more --requests"
+        )
     print(f"capacity    {_describe_bounds(bounds, offered, good_share)}")
     return {
         "title": title,

@@ -14,7 +14,14 @@ import pytest
 
 from forge.cli.main import main
 from forge.config import EngineConfig
-from forge.sim.capacity import MAX_RATE, MIN_RATE, RESOLUTION, find_capacity, search_rate
+from forge.sim.capacity import (
+    MAX_RATE,
+    MIN_RATE,
+    MIN_TRAFFIC_S,
+    RESOLUTION,
+    find_capacity,
+    search_rate,
+)
 from forge.sim.cost.roofline import GPUS, MODEL_SHAPES, num_blocks_that_fit
 from forge.sim.reports.text_report import ROOFLINE_ORIGIN
 from forge.sim.scenario import Scenario, summary
@@ -71,7 +78,21 @@ def test_enough_requests_are_good_at_the_capacity_and_too_few_above_it():
         f"capacity    {met:g} requests a second, {offered:.2f} offered: "
         "at least 90 % of requests are good"
     )
-    assert len(lines) == 3 + len(record["outcomes"])
+    assert lines[-2] == (
+        f"too short   40 requests came within {40 / offered:.1f} s, and a queue takes about a "
+        "minute to grow. Give more --requests"
+    )
+    assert len(lines) == 4 + len(record["outcomes"])
+
+
+def test_enough_traffic_for_a_queue_to_grow_is_not_called_too_short():
+    """Requests of 16 steps of 0.1 s each: 40 of them, one at a time, take a minute."""
+    limits = {"slo_ttft_ms": 3000.0, "slo_itl_ms": 1000.0}
+    slow = replace(ONE_AT_A_TIME, cost="affine:100000,0,0", rate=1.0, output="16", **limits)
+    with redirect_stdout(StringIO()) as output:
+        record = find_capacity(slow, good_share=0.9)
+    assert 40 / record["capacity"]["offered"] > MIN_TRAFFIC_S
+    assert "too short" not in output.getvalue()
 
 
 @pytest.mark.parametrize(
