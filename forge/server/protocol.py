@@ -172,6 +172,18 @@ REMEDIES: Mapping[str, str] = {
 }
 """Remedies for fields that are refused by name."""
 
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "input": ("messages", "prompt"),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+    "max_output_tokens": ("max_tokens",),
+    "max_tokens": ("max_output_tokens",),
+    "messages": ("input",),
+    "response_format": ("text", "output_config"),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+}
+"""Field of an API -> the names of the same field in other APIs."""
+
 # Errors of a scalar's type, which are reported as a wrong value; others are a wrong type.
 _SCALAR_ERRORS = {
     "int_type",
@@ -419,12 +431,13 @@ def invalid_field_error(name: str, problem: str, code: str = "invalid_value") ->
 
 
 def unknown_field_error(param: str, name: str, known: Iterable[str]) -> InvalidRequest:
-    """Return the error of a field that does not exist. Its remedy names the nearest one, if any.
+    """Return the error of a field that does not exist. Its remedy names the one that is meant.
 
     param   path of the field, for the error
     name    the field as the client wrote it, of any length
     """
     names = list(known) if len(name) <= MAX_EXCERPT_CHARS else []
-    nearest = difflib.get_close_matches(name, names, 1, MIN_SIMILARITY)
-    remedy = "".join(f"Use {each}, or leave it out" for each in nearest) or "Leave it out"
+    meant = [each for each in OTHER_NAMES.get(name, ()) if each in names]
+    meant = meant or difflib.get_close_matches(name, names, 1, MIN_SIMILARITY)
+    remedy = "".join(f"Use {each}, or leave it out" for each in meant[:1]) or "Leave it out"
     return InvalidRequest(param, "there is no such field", remedy, "unknown_parameter")

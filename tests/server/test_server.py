@@ -40,6 +40,7 @@ from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest
 from forge.server.http_server import create_listener, run_server
 from forge.server.protocol import RequestBody, parse_request
+from forge.server.responses_api.request import ResponsesRequest
 from forge.tokenizer import ByteTokenizer
 from tests.server.local_server import (
     TIMEOUT_S,
@@ -642,6 +643,8 @@ def test_a_client_that_leaves_while_it_sends_leaves_nothing(running_server: Runn
         (CompletionRequest, "guided_json", 'Use structured_outputs: {"json": ...}'),
         (CompletionRequest, "messages", "Send a chat to /v1/chat/completions"),
         (ChatRequest, "prompt", "Send messages, or a prompt to /v1/completions"),
+        (ChatRequest, "stop_sequences", "Use stop, or leave it out"),
+        (ResponsesRequest, "max_tokens", "Use max_output_tokens, or leave it out"),
         (ChatRequest, "foo", "Leave it out"),
         (ChatRequest, "max_tokens" * 7, "Leave it out"),
     ],
