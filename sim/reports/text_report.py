@@ -16,6 +16,9 @@ from forge.sim.scenario import SESSION_OPTIONS, Scenario
 ROOFLINE_ORIGIN = "an estimate: served on an H200, tokens took 1.2 to 2.2 times as long"
 """Origin of the costs of a roofline. Figures: wiki/Capacity.md."""
 
+NAMED_IF_GIVEN = {*SESSION_OPTIONS, "scale", "longest_prompt", "longest_output"}
+"""Options that the line of a scenario has only where they differ from their default."""
+
 REPLACED_BY = {"requests": "sessions", "pause": "pause_mix"}
 """Option -> the option that replaces it where it is set."""
 
@@ -23,9 +26,9 @@ REPLACED_BY = {"requests": "sessions", "pause": "pause_mix"}
 def describe_scenario(scenario: Scenario) -> str:
     """Return the workload, its options, the policy and the cost model in one line."""
     shape = [
-        f"{name} {_format_option(name, getattr(scenario, name))}"
+        f"{name.replace('_', ' ')} {_format_option(name, getattr(scenario, name))}"
         for name in scenario.options
-        if name not in SESSION_OPTIONS or getattr(scenario, name) != getattr(Scenario, name)
+        if name not in NAMED_IF_GIVEN or getattr(scenario, name) != getattr(Scenario, name)
         if name not in REPLACED_BY or getattr(scenario, REPLACED_BY[name]) is None
     ]
     return f"{scenario.workload}, {', '.join(shape)}; {scenario.policy}, {scenario.cost}"

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from importlib.util import find_spec
 from io import StringIO
 from itertools import pairwise
@@ -29,7 +30,9 @@ from forge.sim.film_command import VERSUS_OPTION
 from forge.sim.fleet_command import FLEET_OPTIONS
 from forge.sim.reports.plots import MAX_TIMELINES
 from forge.sim.reports.run_history import KINDS
+from forge.sim.reports.text_report import describe_scenario
 from forge.sim.run_options import AXIS_OPTIONS, RUN_OPTIONS, SEEDS_OPTION
+from forge.sim.scenario import Scenario
 from tests.cli.test_cli import format_cells, format_default, format_flag, parse_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +156,14 @@ def test_the_log_and_the_figures_are_written(sim: SimCommand, tmp_path: Path) ->
     assert f"workload    {record['title']}, seed 0\n" in EXPECTED_OUTPUT
     assert record["figures"]["endings"] == {"length": 3}
     assert sum('"arrive"' in line for line in lines) == 3
+
+
+def test_a_scenario_is_described_by_the_options_that_matter() -> None:
+    sample = Scenario(workload="sample", rate=8.0, requests=60)
+    assert describe_scenario(sample) == "sample, rate 8, requests 60; fcfs, affine:6000,20,25"
+    assert describe_scenario(replace(sample, scale=0.5, longest_prompt=40)) == (
+        "sample, rate 8, requests 60, scale 0.5, longest prompt 40; fcfs, affine:6000,20,25"
+    )
 
 
 def test_a_trace_has_every_step_row_and_request(sim: SimCommand, tmp_path: Path) -> None:
