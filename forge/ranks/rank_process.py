@@ -22,7 +22,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from forge.errors import one_line
+from forge.errors import InvalidConfig, one_line
 from forge.log import nonblocking_logging
 from forge.ranks.rank_context import FollowerContext
 
@@ -56,6 +56,15 @@ def ignore_end_signals() -> None:
         signal.signal(signal_number, signal.SIG_IGN)
 
 
+def log_failure(rank: int, error: BaseException) -> None:
+    """Log why a rank has ended: a refused option in one line, anything else with a traceback.
+
+    The ranks refuse an option together, and the starting process reports it as well.
+    """
+    exc_info = None if isinstance(error, InvalidConfig) else error
+    LOG.error("rank %d has ended: %s", rank, one_line(error), exc_info=exc_info)
+
+
 def run_rank_process(
     rank_context: FollowerContext, run_rank: RunRank, args: tuple[Any, ...]
 ) -> None:
@@ -66,7 +75,7 @@ def run_rank_process(
         try:
             run_rank(rank_context, lambda: rank_context.reports.send_bytes(READY), *args)
         except BaseException as error:  # the starting process reports it
-            LOG.exception("rank %d has ended", rank_context.rank)
+            log_failure(rank_context.rank, error)
             text = f"{type(error).__name__}: {one_line(error)}"
             rank_context.reports.send_bytes(FAILED_PREFIX + text.encode(errors="replace"))
             sys.exit(1)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.errors import EngineDead
+from forge.errors import EngineDead, InvalidConfig
 from forge.ranks.rank_group import RankGroup
-from forge.ranks.rank_process import RunRank
+from forge.ranks.rank_process import RunRank, log_failure
 from tests.ranks.import_failure import follow_after_import
 from tests.ranks.stand_in import LAST_STEP, STEP, follow, lead
 
@@ -200,6 +200,22 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(stage: str) -> N
         assert len(pids) == 3
         starter.kill()
         wait_until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("error", "has_traceback"),
+    [
+        (InvalidConfig("tensor_parallel_size", "4 heads, 3 ranks", "Give a divisor of 4"), False),
+        (ValueError("no weights"), True),
+    ],
+)
+def test_a_refused_option_is_one_line_in_the_log_of_a_rank(
+    caplog: pytest.LogCaptureFixture, error: Exception, has_traceback: bool
+) -> None:
+    log_failure(2, error)
+    (record,) = caplog.records
+    assert record.getMessage() == f"rank 2 has ended: {error}"
+    assert bool(record.exc_info) is has_traceback
 
 
 def test_rank_0_in_a_thread_leads_and_its_group_closes() -> None:
