@@ -15,11 +15,12 @@ escaped and cut. The cause of an internal error is logged and not sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from forge.errors import EngineClosed, EngineDead, InvalidRequest
@@ -314,13 +315,25 @@ async def _handle_disconnect(_: Request, exc: Exception) -> Response:
     return NoResponse()
 
 
+def _meant_path(path: str, known: Collection[str]) -> str | None:
+    """Return the path of a route that a client with another base URL meant, or None."""
+    bare_path = "/" + path.strip("/")
+    for each in (bare_path, f"/v1{bare_path}", bare_path.removeprefix("/v1")):
+        if each in known:
+            return each
+    return None
+
+
 async def _handle_http_exception(request: Request, exc: Exception) -> Response:
     """Return the error of an unknown path, or of a method that the path does not have."""
     assert isinstance(exc, HTTPException)
     path = excerpt(request.scope["path"])
     code, message = "http_error", f"{path}: {excerpt(str(exc.detail))}"
     if exc.status_code == 404:
-        code, message = "not_found", f"There is nothing at {path}. All routes are in /openapi.json"
+        paths = {route.path for route in request.app.routes if isinstance(route, Route)}
+        meant = _meant_path(request.scope["path"], paths)
+        remedy = "All routes are in /openapi.json" if meant is None else f"Use {meant}"
+        code, message = "not_found", f"There is nothing at {path}. {remedy}"
     if exc.status_code == 405:
         allowed = " or ".join(sorted((exc.headers or {})["Allow"].split(", ")))
         code = "method_not_allowed"

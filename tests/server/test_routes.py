@@ -84,6 +84,25 @@ def test_an_idle_server_is_healthy(app: Starlette, path: str) -> None:
     assert response.json()["error"]["message"] == f"{path} does not take DELETE. Use GET or HEAD"
 
 
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/models", "Use /v1/models"),
+        ("/v1/v1/models", "Use /v1/models"),
+        ("/healthz/", "Use /healthz"),
+        ("/v1/health", "Use /health"),
+        ("/v1", "All routes are in /openapi.json"),
+        ("/docs", "All routes are in /openapi.json"),
+    ],
+)
+def test_an_unknown_path_is_answered_with_the_one_that_is_meant(
+    app: Starlette, path: str, remedy: str
+) -> None:
+    response = get(app, path)
+    check_envelope(response, 404, None, "not_found")
+    assert response.json()["error"]["message"] == f"There is nothing at {path}. {remedy}"
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping"])
 def test_health_has_no_body(app: Starlette, path: str) -> None:
     assert get(app, path).content == b""
