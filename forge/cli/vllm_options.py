@@ -83,7 +83,7 @@ VLLM_OPTIONS: dict[tuple[str, ...], str] = {
         "--ssl-ca-certs",
     ): "Put a proxy in front: docs/Deployment.md",
     ("--allowed-origins", "--allowed-methods", "--allowed-headers", "--allow-credentials"): (
-        "Put a proxy in front that sends CORS headers"
+        "Serve the page from the same origin, through a proxy: docs/Security.md"
     ),
     ("--uds", "--middleware"): "Put a proxy in front: forge serves TCP",
     ("--enable-log-requests", "--disable-log-requests", "--disable-uvicorn-access-log"): (
