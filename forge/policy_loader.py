@@ -6,6 +6,8 @@ Owns what a file must define. Runs the file: it is the operator's.
 from __future__ import annotations
 
 import runpy
+from difflib import get_close_matches
+from pathlib import Path
 from traceback import extract_tb
 
 from forge.errors import InvalidConfig
@@ -27,9 +29,10 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
         return POLICIES[name_or_policy]
     path = policy_path(name_or_policy)
     if path is None:
-        raise InvalidConfig(
-            "policy", f"{name_or_policy[:64]!r} is not known", f"Use {names} or a FILE.py"
-        )
+        name, file = name_or_policy[:64], f"{name_or_policy}.py"
+        meant = [file] if Path(file).is_file() else get_close_matches(name, policy_names(), 1)
+        remedy = "".join(f"Use {each}. Policies are: " for each in meant) or "Use "
+        raise InvalidConfig("policy", f"{name!r} is not known", f"{remedy}{names} or a FILE.py")
     if not path.is_file():
         raise InvalidConfig(
             "policy", f"there is no file {name_or_policy!r}", f"Use {names} or a FILE.py"

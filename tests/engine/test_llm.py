@@ -508,6 +508,14 @@ def test_a_policy_has_a_name(name: str) -> None:
     assert load_policy(POLICIES[name]) is POLICIES[name]
 
 
+def test_an_unknown_policy_is_refused_with_the_one_that_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"'agein' is not known\. Use ageing\. Policies are: "):
+        load_policy("agein")
+    (tmp_path / "mine.py").touch()
+    with pytest.raises(InvalidConfig, match=r"is not known\. Use /.*mine\.py\. Policies are"):
+        load_policy(str(tmp_path / "mine"))
+
+
 def test_a_policy_from_a_file_decides(tmp_path: Path) -> None:
     """One row, newest first: the second request ends before the first gets a token."""
     file = tmp_path / "newest.py"
@@ -545,15 +553,15 @@ def test_a_policy_file_keeps_what_it_remembers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("policy = = 1", "does not run: SyntaxError"),
-        ("1 / 0", "does not run: ZeroDivisionError"),
-        ("raise SystemExit(3)", "does not run: SystemExit(3)"),
-        ("import no_such_module", "does not run: ModuleNotFoundError"),
-        ("rules = 1", "does not define `policy`"),
-        ("policy = 'fcfs'", "does not define `policy`"),
+        ("policy = = 1", ":1 does not run: SyntaxError: "),
+        ("1 / 0", ":1 does not run: ZeroDivisionError: "),
+        ("raise SystemExit(3)", ":1 does not run: SystemExit: 3"),
+        ("import no_such_module", ":1 does not run: ModuleNotFoundError: "),
+        ("rules = 1", " does not define `policy`"),
+        ("policy = 'fcfs'", " does not define `policy`"),
         (
             "from forge.policy import POLICIES\npolicy = POLICIES['fcfs']._replace(admit=3)",
-            "does not define `policy`",
+            " does not define `policy`",
         ),
     ],
     ids=str,
@@ -565,7 +573,7 @@ def test_a_policy_file_that_defines_no_policy_is_refused(
     file.write_text(source)
     with pytest.raises(InvalidConfig, match=r"^policy: ") as caught:
         LLM("hash", policy=str(file))
-    assert f"{file} {problem}" in str(caught.value)
+    assert f"{file}{problem}" in str(caught.value)
 
 
 def test_a_policy_file_that_is_not_there_is_refused() -> None:
