@@ -75,6 +75,8 @@ COMMAND_RESULTS = (RESET_DONE, RESIZE_ANSWERED, PAUSE_ANSWERED, SESSION_ENDED, S
 
 MAX_DELTAS_PER_READ = 128
 """Deltas that a reader takes before other coroutines run. A slow reader's backlog has no bound."""
+MAX_LOGPROBS_PER_READ = 4096
+"""Log probabilities after which a reader takes no more deltas: they would be written at once."""
 
 
 class EngineHost(Protocol):
@@ -297,9 +299,15 @@ class AsyncLLM:
         try:
             while not processor.is_finished:
                 await mailbox.ready.wait()
-                pending: list[TextDelta] = []
-                while mailbox.deltas and len(pending) < MAX_DELTAS_PER_READ:
-                    pending.append(processor.process(mailbox.deltas.popleft()))
+                pending, num_logprobs = list[TextDelta](), 0
+                while (
+                    mailbox.deltas
+                    and len(pending) < MAX_DELTAS_PER_READ
+                    and num_logprobs < MAX_LOGPROBS_PER_READ
+                ):
+                    delta = mailbox.deltas.popleft()
+                    num_logprobs += _count_logprobs(delta)
+                    pending.append(processor.process(delta))
                 if mailbox.deltas:
                     await asyncio.sleep(0)  # other coroutines run first: the event stays set
                 else:
@@ -309,8 +317,8 @@ class AsyncLLM:
                 merged_deltas = merge_deltas(pending)
                 for request_observer in request_observers:
                     request_observer.on_deltas(merged_deltas)
-                for delta in merged_deltas:
-                    yield delta
+                for merged_delta in merged_deltas:
+                    yield merged_delta
         finally:
             if not processor.is_finished:
                 self._abandon(request.id, mailbox)
@@ -583,6 +591,12 @@ class AsyncLLM:
         error = f"the engine has ended: {failure}" if finish is FinishReason.ERROR else None
         for mailbox in open_mailboxes:
             _call_threadsafe(mailbox.loop, mailbox.close, finish.value, error)
+
+
+def _count_logprobs(delta: Delta) -> int:
+    """Return how many log probabilities the delta has, in O(1): each token has equally many."""
+    lists = (delta.logprobs, delta.prompt_logprobs)
+    return sum(len(scores) * (1 + len(scores[0].top)) for scores in lists if scores)
 
 
 def _call_threadsafe(

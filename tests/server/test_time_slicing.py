@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from forge.async_llm import MAX_DELTAS_PER_READ, AsyncLLM
+from forge.async_llm import MAX_DELTAS_PER_READ, MAX_LOGPROBS_PER_READ, AsyncLLM
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams, TokenLogprob
 from forge.server.app import create_app
@@ -140,6 +140,23 @@ def test_a_reader_that_was_slow_takes_what_waited_in_parts() -> None:
     found = asyncio.run(taken())
     assert sum(len(delta.token_ids) for delta in found) == 4 * MAX_DELTAS_PER_READ
     assert max(len(delta.token_ids) for delta in found) <= MAX_DELTAS_PER_READ
+
+
+def test_a_reader_that_was_slow_takes_few_log_probabilities_at_a_time() -> None:
+    """Each token comes with 257 and itself: 16 tokens have more than a read."""
+
+    async def taken() -> list[TextDelta]:
+        async with AsyncLLM("hash", num_blocks=256, block_size=16, max_logprobs=-1) as llm:
+            params = SamplingParams(max_tokens=MAX_DELTAS_PER_READ, ignore_eos=True, logprobs=-1)
+            deltas = llm.stream("a", params)
+            found = [await anext(deltas)]
+            while llm.status.has_work:
+                await asyncio.sleep(0.005)
+            return [*found, *[delta async for delta in deltas]]
+
+    found = asyncio.run(taken())
+    assert sum(len(delta.logprobs) for delta in found) == MAX_DELTAS_PER_READ
+    assert max(len(delta.logprobs) for delta in found) == -(-MAX_LOGPROBS_PER_READ // 258)
 
 
 VALUES: list[Any] = [
