@@ -35,6 +35,7 @@ from forge.server.protocol import (
     parse_request,
 )
 from forge.server.served_model import ServedModel
+from forge.server.time_slicing import JSONPartsResponse, iter_json
 from forge.tokenizer import Tokenizer
 
 CHAT_FIELDS = (
@@ -42,9 +43,6 @@ CHAT_FIELDS = (
     "chat_template_kwargs",
 )
 """Fields of /tokenize that are those of a chat."""
-
-IDS_PER_PART = 4096
-"""Ids written at a time."""
 
 MAX_TEXT_CHARS = 2**20
 """Characters of a text for /tokenize: more than the longest context of a model."""
@@ -71,7 +69,7 @@ class TokenizeRequest(RequestBody):
     continue_final_message: BooleanField = None
     chat_template_kwargs: TemplateVariablesField = None
 
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[], Sequence[int]]:
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[], list[int]]:
         """Return the function that makes the ids. Both raise InvalidRequest."""
         chat = {name: getattr(self, name) for name in CHAT_FIELDS}
         given = {name: value for name, value in chat.items() if value is not None}
@@ -90,7 +88,7 @@ class TokenizeRequest(RequestBody):
             )
         return partial(parse_request(ChatRequest, given).render_prompt, tokenizer)
 
-    def _prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[], Sequence[int]]:
+    def _prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[], list[int]]:
         if self.prompt is None:
             raise missing_field_error("prompt", "Give text, or the messages of a chat")
         if len(self.prompt) > MAX_TEXT_CHARS:
@@ -137,18 +135,20 @@ class TokenizationEndpoints:
         encode = request_body.encoder(self._llm.tokenizer)
         max_model_len = self._llm.engine.config.max_model_len
 
-        def encode_body() -> bytes:
-            tokens = encode()
-            pieces = "null"
+        def encode_body() -> list[bytes]:
+            tokens, tokenizer = encode(), self._llm.tokenizer
+            pieces = None
             if request_body.return_token_strs:
-                pieces = json.dumps([self._llm.tokenizer.token_piece(token) for token in tokens])
-            tail = (
-                f'],"count":{len(tokens)},"max_model_len":{max_model_len},"token_strs":{pieces}}}'
-            )
-            return b'{"tokens":[' + _join_ids(tokens) + tail.encode()
+                pieces = [tokenizer.token_piece(token) for token in tokens]
+            body = {
+                "tokens": tokens,
+                "count": len(tokens),
+                "max_model_len": max_model_len,
+                "token_strs": pieces,
+            }
+            return [part.encode() for part in iter_json(body)]
 
-        body = await asyncio.to_thread(encode_body)
-        return Response(body, media_type="application/json")
+        return JSONPartsResponse(await asyncio.to_thread(encode_body))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
@@ -203,9 +203,3 @@ def _parse_detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
             "too_many_items",
         )
     return parse_request(DetokenizeRequest, body)
-
-
-def _join_ids(tokens: Sequence[int]) -> bytes:
-    """Return the ids with commas between them."""
-    parts = range(0, len(tokens), IDS_PER_PART)
-    return b",".join([",".join(map(str, tokens[i : i + IDS_PER_PART])).encode() for i in parts])

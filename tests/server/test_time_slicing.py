@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from forge.async_llm import MAX_DELTAS_PER_READ, MAX_LOGPROBS_PER_READ, AsyncLLM
 from forge.outputs import RequestOutput, TextDelta
@@ -26,6 +27,7 @@ from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import parse_request
 from forge.server.time_slicing import (
     ENTRIES_PER_SLICE,
+    SEND_BYTES,
     TOKENS_PER_SLICE,
     EncodedList,
     SlicedWork,
@@ -317,3 +319,28 @@ def test_what_is_within_the_limit_is_answered_off_the_event_loop(
     assert found.get("count", MAX_TEXT_CHARS) == MAX_TEXT_CHARS
     assert len(found.get("prompt", "a" * MAX_IDS)) == MAX_IDS
     assert most < MOST_CALLS
+
+
+def test_the_names_of_many_tokens_are_encoded_and_sent_in_parts() -> None:
+    sizes: list[int] = []
+
+    async def tokenize() -> httpx.Response:
+        async with AsyncLLM("hash", num_blocks=16, block_size=16) as llm:
+            app = create_app(llm)
+
+            async def record_sizes(scope: Scope, receive: Receive, send: Send) -> None:
+                async def send_body(message: Message) -> None:
+                    sizes.append(len(message.get("body", b"")))
+                    await send(message)
+
+                await app(scope, receive, send_body)
+
+            transport = httpx.ASGITransport(record_sizes)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+                body = {"prompt": "é" * 2**15, "return_token_strs": True}
+                return await http.post("/tokenize", json=body)
+
+    found = asyncio.run(tokenize()).json()
+    assert found["count"] == len(found["tokens"]) == 2**16
+    assert found["token_strs"] == ["bytes:\\xc3", "bytes:\\xa9"] * 2**15
+    assert sum(sizes) > 4 * SEND_BYTES and max(sizes) < 2 * SEND_BYTES
