@@ -174,6 +174,13 @@ class Structure(NamedTuple):
     @classmethod
     def json_schema(cls, schema: Mapping[str, object] | bool) -> Self:
         """Return the structure of a JSON value that the schema allows. Raises InvalidRequest."""
+        if has_more_values(schema, MAX_STRUCTURE_CHARS):  # json.dumps would hold Python's lock
+            raise InvalidRequest(
+                "structure",
+                f"the schema has more than {MAX_STRUCTURE_CHARS} values",
+                "Simplify it",
+                "invalid_schema",
+            )
         try:
             text = json.dumps(drop_neutral_keywords(schema), allow_nan=False)
         except (TypeError, ValueError, RecursionError):
@@ -226,6 +233,22 @@ class ThinkingBudget(NamedTuple):
         """Return the budget of the JSON value that `encode` made of it."""
         num_tokens, markers, end_ids = values
         return cls(num_tokens, Reasoning(*markers), tuple(end_ids))
+
+
+def has_more_values(value: object, max_values: int) -> bool:
+    """Return whether JSON has more values than this, itself included. O(max_values).
+
+    Not recursive: it may be deep.
+    """
+    num_visited, stack = 0, [value]
+    while stack and num_visited + len(stack) <= max_values:
+        num_visited += 1
+        item = stack.pop()
+        if isinstance(item, dict):
+            stack += item.values()
+        elif isinstance(item, list):
+            stack += item
+    return num_visited + len(stack) > max_values
 
 
 def num_properties(schema: object) -> int:

@@ -189,17 +189,22 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 def _check_num_items(raw: bytes) -> None:
     """Raise APIError for a body of more than MAX_JSON_ITEMS objects, lists and strings."""
-    upper_bound = raw.count(b'"') // 2 + raw.count(b"[") + raw.count(b"{")
-    if (
-        upper_bound > MAX_JSON_ITEMS
-        and next(islice(item_positions(raw), MAX_JSON_ITEMS, None), None) is not None
-    ):
+    if has_too_many_items(raw):
         raise APIError(
             400,
             "too_many_items",
             f"The body has more than {MAX_JSON_ITEMS} objects, lists and texts. Send several "
             "requests",
         )
+
+
+def has_too_many_items(raw: bytes) -> bool:
+    """Return whether JSON has more than MAX_JSON_ITEMS objects, lists and strings."""
+    upper_bound = raw.count(b'"') // 2 + raw.count(b"[") + raw.count(b"{")
+    return (
+        upper_bound > MAX_JSON_ITEMS
+        and next(islice(item_positions(raw), MAX_JSON_ITEMS, None), None) is not None
+    )
 
 
 def item_positions(raw: bytes) -> Iterator[int]:

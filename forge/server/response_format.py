@@ -20,9 +20,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
-from forge.request import MAX_PATTERN_CHARS, Structure
+from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, Structure
 from forge.server.errors import excerpt
 from forge.structured_output import convert_ebnf
+
+MAX_SCHEMA_TEXT_CHARS = 4 * MAX_STRUCTURE_CHARS
+"""Longest schema that is written as text, which may have spaces and line breaks."""
 
 _FORMAT_KEYS = {
     "text": {"type"},
@@ -111,10 +114,15 @@ def _parse_response_format(response_format: Mapping[str, Any]) -> Structure | No
     schema = json_schema.get("schema")
     if not isinstance(schema, dict | bool):
         raise _format_error("json_schema.schema", "it is not a schema", "Give an object")
+    return _build_json_structure("response_format", schema)
+
+
+def _build_json_structure(field: str, schema: Mapping[str, Any] | bool) -> Structure:
+    """Return the structure of a schema. Raises InvalidRequest of this field."""
     try:
         return Structure.json_schema(schema)
-    except InvalidRequest as error:  # nested deeper than json.dumps can write
-        raise InvalidRequest("response_format", error.problem, error.remedy, error.code) from None
+    except InvalidRequest as error:  # too large, or deeper than json.dumps can write
+        raise InvalidRequest(field, error.problem, error.remedy, error.code) from None
 
 
 def _parse_ebnf(text: str) -> Structure:
@@ -162,12 +170,20 @@ def _parse_structured_outputs(value: Mapping[str, Any]) -> Structure:
             _check_pattern(field, "grammar", choices)
             return Structure.grammar(f"start: {choices}")
         case "json", str():
+            if len(item) > MAX_SCHEMA_TEXT_CHARS:
+                raise InvalidRequest(
+                    field,
+                    f"json: it has {len(item)} characters, at most {MAX_SCHEMA_TEXT_CHARS}",
+                    "Simplify it",
+                    "invalid_schema",
+                )
+            schema = None
             with suppress(ValueError, RecursionError):
                 schema = json.loads(item)
-                if isinstance(schema, dict | bool):
-                    return Structure.json_schema(schema)
+            if isinstance(schema, dict | bool):
+                return _build_json_structure(field, schema)
         case "json", dict() | bool():
-            return Structure.json_schema(item)
+            return _build_json_structure(field, item)
     raise InvalidRequest(
         field, f"{kind}: it is not {_OUTPUT_KINDS[kind]}", "Fix it", "invalid_value"
     )

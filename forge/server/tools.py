@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
-from forge.request import Structure, StructureKind, num_properties
+from forge.request import Structure, StructureKind, has_more_values, num_properties
 from forge.schema_keywords import drop_neutral_keywords
+from forge.server.body import MAX_JSON_ITEMS, has_too_many_items
 from forge.server.errors import excerpt
 from forge.server.harmony import HarmonyGrammarBuilder
 from forge.server.json_numbers import parse_float, parse_int
@@ -40,6 +41,8 @@ MAX_TOOL_CALLS = 128
 """Calls of one message, in a request or in an answer: a model may repeat itself."""
 MAX_JSON_DEPTH = 64
 """Depth of nested lists and objects, in the schema of parameters and in arguments."""
+MAX_JSON_VALUES = 2**19
+"""Values of a schema, of arguments or of a key for a template. Writing them holds Python's lock."""
 MAX_TOOL_PROPERTIES = 1000
 """Properties in the schemas of all tools: the time to compile them grows with the square."""
 
@@ -303,7 +306,9 @@ def parse_tool_name(param: str, name: object) -> str:
 
 
 def check_depth(param: str, value: object) -> None:
-    """Raise InvalidRequest for a value that is nested too deep. Not recursive."""
+    """Raise InvalidRequest for a value that is nested too deep or too large. Not recursive."""
+    if has_more_values(value, MAX_JSON_VALUES):
+        raise invalid_field_error(param, f"it has more than {MAX_JSON_VALUES} values")
     values, depth = [value], 0
     while values:
         depth += 1
@@ -377,20 +382,27 @@ def _parse_arguments(param: str, text: object) -> dict[str, Any]:
     if not isinstance(text, str):
         raise invalid_field_error(param, "it is not a string", "invalid_type")
     problem = "it is not the text of a JSON object"
+    if has_too_many_items(text.encode(errors="replace")):
+        raise invalid_field_error(
+            param, f"it has more than {MAX_JSON_ITEMS} objects, lists and texts"
+        )
     try:
         # A model may write any number of JSON, and gets the nearest one to read.
         value = json.loads(text, parse_float=parse_float, parse_int=parse_int)
+    except (ValueError, RecursionError):
+        raise invalid_field_error(param, problem) from None
+    if not isinstance(value, dict):
+        raise invalid_field_error(param, problem)
+    check_depth(param, value)
+    try:
         # A template writes it again, and cannot write half a surrogate pair or infinity.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise invalid_field_error(
             param, "it has half a surrogate pair", "invalid_unicode"
         ) from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise invalid_field_error(param, problem) from None
-    if not isinstance(value, dict):
-        raise invalid_field_error(param, problem)
-    check_depth(param, value)
     return value
 
 

@@ -438,7 +438,7 @@ def test_a_property_may_be_called_properties() -> None:
 
 def test_a_schema_nested_without_end_is_refused() -> None:
     deep: dict[str, Any] = {}
-    for _ in range(100_000):
+    for _ in range(60_000):
         deep = {"items": deep}
     with pytest.raises(InvalidRequest, match="the schema is not JSON"):
         Structure.json_schema(deep)
@@ -447,6 +447,11 @@ def test_a_schema_nested_without_end_is_refused() -> None:
         deep = {"items": deep}
     with pytest.raises(InvalidRequest, match="recursion limit"):
         create_structures().check(Structure.json_schema(deep))
+
+
+def test_a_schema_with_more_values_than_its_text_may_have_characters_is_not_written() -> None:
+    with pytest.raises(InvalidRequest, match="more than 65536 values"):
+        Structure.json_schema({"enum": [0] * MAX_STRUCTURE_CHARS})
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {**FORMAT, "json_schema": {"a": 1}}}, "response_format", "invalid_value"),
     ({"response_format": {**FORMAT, "json_schema": {"schema": {}, "strict": 1}}},
      "response_format", "invalid_value"),
+    ({"structured_outputs": {"json": nested(450)}}, "structured_outputs", "invalid_schema"),
+    ({"structured_outputs": {"json": " " * 300_000}}, "structured_outputs", "invalid_schema"),
     ({"regex": "["}, "regex", "invalid_regex"),
     ({"regex": "(?<=a)b"}, "regex", "invalid_regex"),
     ({"regex": 5}, "regex", "invalid_value"),

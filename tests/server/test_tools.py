@@ -17,6 +17,7 @@ from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
 from forge.models.hash import HashModel
 from forge.request import Structure
+from forge.server.body import MAX_JSON_ITEMS
 from forge.server.chat import ChatRequest
 from forge.server.output_events import ArgumentsPiece, CallStart, OutputEvent, TextPiece
 from forge.server.protocol import parse_request
@@ -36,6 +37,7 @@ from forge.server.tool_grammar import ToolGrammarBuilder
 from forge.server.tool_parser import ToolCallParser
 from forge.server.tools import (
     MAX_JSON_DEPTH,
+    MAX_JSON_VALUES,
     MAX_TOOL_CALLS,
     MAX_TOOL_PROPERTIES,
     MAX_TOOLS,
@@ -938,3 +940,21 @@ def test_arguments_that_are_nested_too_deep_are_refused_for_their_depth(
     assert error["message"].startswith(
         f"{ARGUMENTS_PATH}: it is nested deeper than {MAX_JSON_DEPTH}"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": [' + "0," * MAX_JSON_VALUES + "0]}", f"more than {MAX_JSON_VALUES} values"),
+        pytest.param(
+            '{"a": [' + "[]," * MAX_JSON_ITEMS + "0]}",
+            f"more than {MAX_JSON_ITEMS} objects",
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["values", "items"],
+)
+def test_arguments_whose_reading_would_delay_others_are_refused(text: str, problem: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+    with pytest.raises(InvalidRequest, match=problem):
+        parse_tool_calls("calls", [call])
