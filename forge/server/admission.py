@@ -9,7 +9,7 @@ engine's own. A preempted request had its first token and does not count again.
                  queue_timeout ──► 503
     one more ──► 429 queue_full          request_timeout, of all of it ──► 504
 
-Always true: at most max_queue requests wait, and whole responses in progress have at most
+Always true: at most max_queue requests wait, and responses in progress have at most
 MAX_HELD_LOGPROBS log probabilities.
 """
 
@@ -36,7 +36,7 @@ from forge.server.errors import (
 
 MAX_RETRY_AFTER_S = 60
 MAX_HELD_LOGPROBS = 2**24
-"""Most log probabilities of the whole responses in progress, together: some 12 GB of memory."""
+"""Most log probabilities of the responses in progress, together: some 12 GB of memory."""
 
 
 class AdmissionQueue:
@@ -108,7 +108,7 @@ class AdmissionQueue:
 
     @contextmanager
     def hold_logprobs(self, count: int) -> Iterator[None]:
-        """Count the log probabilities of a whole response for the block.
+        """Count the log probabilities of a response for the block.
 
         count   0 where each token has few. Raises APIError where there are too many at this time
         """

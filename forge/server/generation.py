@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -217,6 +217,17 @@ async def generate_outputs(
     return outputs
 
 
+@contextmanager
+def hold_logprobs(queue: AdmissionQueue, requests: Sequence[Request]) -> Iterator[None]:
+    """Count the log probabilities of one response for the block, where each token has many.
+
+    Raises APIError where the responses in progress have too many.
+    """
+    names = ("logprobs", "prompt_logprobs")
+    with queue.hold_logprobs(sum(_num_many_logprobs(queue.llm, requests, name) for name in names)):
+        yield
+
+
 async def create_response(
     queue: AdmissionQueue,
     requests: Sequence[Request],
@@ -227,9 +238,7 @@ async def create_response(
 
     Also where the responses in progress have too many log probabilities.
     """
-    names = ("logprobs", "prompt_logprobs")
-    count = sum(_num_many_logprobs(queue.llm, requests, name) for name in names)
-    with queue.hold_logprobs(count):
+    with hold_logprobs(queue, requests):
         outputs = await generate_outputs(queue, requests, http_request_id)
         return JSONPartsResponse(await run_in_slices(encode_json(build_body(outputs))))
 

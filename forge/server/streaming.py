@@ -74,9 +74,11 @@ class GeneratedStream(Response):
         """Send every event, unless the client leaves. Raises APIError before the first event."""
         events = EventStream(send, self._queue.limits.ping_interval, self._encoder.encode_ping)
         try:
-            await generation.run_until_disconnect(
-                receive, events.run_with_pings(self._write(events))
-            )
+            # Deltas wait in memory while the client does not read.
+            with generation.hold_logprobs(self._queue, self._requests):
+                await generation.run_until_disconnect(
+                    receive, events.run_with_pings(self._write(events))
+                )
         except ClientDisconnected:
             return
         except APIError as error:

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 from starlette.applications import Starlette
+from starlette.types import Message
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig
+from forge.outputs import TextDelta
 from forge.request import SamplingParams
 from forge.server import generation
 from forge.server.admission import MAX_HELD_LOGPROBS, AdmissionQueue
 from forge.server.app import create_app
 from forge.server.errors import APIError
 from forge.server.request_defaults import RequestDefaults
+from forge.server.sse import comment_ping, encode_event
+from forge.server.streaming import GeneratedStream
 from tests.server.test_routes import SMALL, get, post
 from tests.server.test_server import check_envelope, parse_chunks
 
@@ -202,6 +206,55 @@ def test_responses_in_progress_have_so_many_log_probabilities_together() -> None
                 assert await respond(llm, queue, logprobs=20) == 200
             with queue.hold_logprobs(MAX_HELD_LOGPROBS - 256):
                 assert await respond(llm, queue, **listed) == 200
+            with queue.hold_logprobs(MAX_HELD_LOGPROBS):
+                pass
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+class OneEvent:
+    """Encodes a stream of one event, at its end."""
+
+    def encode_ping(self) -> str:
+        return comment_ping()
+
+    def encode_delta(self, index: int, delta: TextDelta) -> list[str]:
+        return []
+
+    def encode_end(self) -> list[str]:
+        return [encode_event("[DONE]")]
+
+    def encode_error(self, error: APIError) -> list[str]:
+        raise error
+
+    def close(self) -> None: ...
+
+
+def test_a_stream_in_progress_counts_its_log_probabilities_until_its_end() -> None:
+    """Deltas wait in memory while the client does not read."""
+
+    async def test() -> None:
+        async with AsyncLLM("hash", **SMALL) as llm:
+            queue, statuses = AdmissionQueue(llm), list[int]()
+            ids = tuple(range(128))
+            params = SamplingParams(max_tokens=2, logprobs=0, logprob_token_ids=ids)
+
+            async def send(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+                    with pytest.raises(APIError), queue.hold_logprobs(MAX_HELD_LOGPROBS - 255):
+                        pass
+
+            async def stream() -> None:
+                request = llm.create_request("a", params)
+                response = GeneratedStream(queue, [request], "", OneEvent())
+                await response({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+            with queue.hold_logprobs(MAX_HELD_LOGPROBS - 255):
+                with pytest.raises(APIError, match="in progress have too many"):
+                    await stream()
+            await stream()
+            assert statuses == [200]
             with queue.hold_logprobs(MAX_HELD_LOGPROBS):
                 pass
 
