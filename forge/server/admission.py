@@ -114,6 +114,12 @@ class AdmissionQueue:
         """
         if count and self._num_held_logprobs + count > MAX_HELD_LOGPROBS:
             raise logprobs_full_error(count, MAX_HELD_LOGPROBS, self.retry_after_s)
+        with self.keep_logprobs(count):
+            yield
+
+    @contextmanager
+    def keep_logprobs(self, count: int) -> Iterator[None]:
+        """Count the log probabilities of a response that `hold_logprobs` has accepted."""
         self._num_held_logprobs += count
         try:
             yield

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -217,15 +217,12 @@ async def generate_outputs(
     return outputs
 
 
-@contextmanager
-def hold_logprobs(queue: AdmissionQueue, requests: Sequence[Request]) -> Iterator[None]:
-    """Count the log probabilities of one response for the block, where each token has many.
+def count_many_logprobs(llm: AsyncLLM, requests: Sequence[Request]) -> int:
+    """Return how many log probabilities one response has, of prompts and choices.
 
-    Raises APIError where the responses in progress have too many.
+    Only where each token has many.
     """
-    names = ("logprobs", "prompt_logprobs")
-    with queue.hold_logprobs(sum(_num_many_logprobs(queue.llm, requests, name) for name in names)):
-        yield
+    return sum(_num_many_logprobs(llm, requests, name) for name in ("logprobs", "prompt_logprobs"))
 
 
 async def create_response(
@@ -238,9 +235,11 @@ async def create_response(
 
     Also where the responses in progress have too many log probabilities.
     """
-    with hold_logprobs(queue, requests):
+    count = count_many_logprobs(queue.llm, requests)
+    with queue.hold_logprobs(count):
         outputs = await generate_outputs(queue, requests, http_request_id)
-        return JSONPartsResponse(await run_in_slices(encode_json(build_body(outputs))))
+        parts = await run_in_slices(encode_json(build_body(outputs)))
+        return JSONPartsResponse(parts, queue.keep_logprobs(count))
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

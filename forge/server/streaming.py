@@ -75,7 +75,8 @@ class GeneratedStream(Response):
         events = EventStream(send, self._queue.limits.ping_interval, self._encoder.encode_ping)
         try:
             # Deltas wait in memory while the client does not read.
-            with generation.hold_logprobs(self._queue, self._requests):
+            count = generation.count_many_logprobs(self._queue.llm, self._requests)
+            with self._queue.hold_logprobs(count):
                 await generation.run_until_disconnect(
                     receive, events.run_with_pings(self._write(events))
                 )

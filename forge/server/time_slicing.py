@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -129,17 +130,27 @@ def encode_json(work: SlicedWork[dict[str, Any]]) -> SlicedWork[list[bytes]]:
 
 
 class JSONPartsResponse(Response):
-    """JSON that was encoded in parts, sent without joining them."""
+    """JSON that was encoded in parts, sent without joining them.
+
+    sending   entered while the parts are sent, which takes as long as the client reads
+    """
 
     media_type = "application/json"
 
-    def __init__(self, parts: Sequence[bytes]) -> None:
+    def __init__(
+        self, parts: Sequence[bytes], sending: AbstractContextManager[None] | None = None
+    ) -> None:
         super().__init__()
         self._parts = parts
+        self._sending = sending or nullcontext()
         self.headers["content-length"] = str(sum(map(len, parts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head and the parts; let others run between SEND_BYTES."""
+        with self._sending:
+            await self._send_parts(send)
+
+    async def _send_parts(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         buffer, size = list[bytes](), 0

@@ -259,3 +259,32 @@ def test_a_stream_in_progress_counts_its_log_probabilities_until_its_end() -> No
                 pass
 
     asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_whole_response_counts_its_log_probabilities_until_it_is_sent() -> None:
+    """Its text waits in memory while the client does not read."""
+
+    async def test() -> None:
+        async with AsyncLLM("hash", **SMALL) as llm:
+            queue, num_messages = AdmissionQueue(llm), 0
+            ids = tuple(range(128))
+            params = SamplingParams(max_tokens=2, logprobs=0, logprob_token_ids=ids)
+
+            def build_body(outputs: Any) -> Any:
+                yield 1
+                return {"text": outputs[0].text}
+
+            async def send(message: Message) -> None:
+                nonlocal num_messages
+                num_messages += 1
+                with pytest.raises(APIError), queue.hold_logprobs(MAX_HELD_LOGPROBS - 255):
+                    pass
+
+            request = llm.create_request("a", params)
+            response = await generation.create_response(queue, [request], "", build_body)
+            await response({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+            assert num_messages == 2
+            with queue.hold_logprobs(MAX_HELD_LOGPROBS):
+                pass
+
+    asyncio.run(asyncio.wait_for(test(), 20))
