@@ -28,16 +28,26 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 PING = ": ping\n\n"
+LINE_BOUNDARIES = ("\u0085", "\u2028", "\u2029")
+"""Characters that end no line of an event, and that httpx splits lines at. JSON may have them raw.
+"""
 
 
 def encode_event(data: str) -> str:
-    """Return an event. `data` has no newline."""
-    return f"data: {data}\n\n"
+    """Return an event. `data` is JSON on one line, or [DONE]."""
+    return f"data: {_escape_line_boundaries(data)}\n\n"
 
 
 def encode_named_event(name: str, data: str) -> str:
-    """Return an event of this name. `data` has no newline."""
-    return f"event: {name}\ndata: {data}\n\n"
+    """Return an event of this name. `data` is JSON on one line."""
+    return f"event: {name}\ndata: {_escape_line_boundaries(data)}\n\n"
+
+
+def _escape_line_boundaries(data: str) -> str:
+    if not data.isascii():
+        for char in LINE_BOUNDARIES:  # `str.translate` would visit each character
+            data = data.replace(char, f"\\u{ord(char):04x}")
+    return data
 
 
 def comment_ping() -> str:

@@ -219,6 +219,17 @@ def test_the_events_of_a_text_have_their_order(server: RunningServer) -> None:
     assert events[0]["response"]["output"] == [] and events[0]["response"]["usage"] is None
 
 
+def test_a_character_that_some_readers_take_for_a_line_end_does_not_cut_an_event(
+    server: RunningServer,
+) -> None:
+    """httpx splits lines at every line boundary of Unicode."""
+    text = "a\u0085b\u2028c\u2029dé"
+    body = {"model": "hash", "input": "a", "instructions": text, "stream": True}
+    answer = server.post(PATH, **body, max_output_tokens=1)
+    assert {line.partition(":")[0] for line in answer.iter_lines()} == {"event", "data", ""}
+    assert parse_events(answer.text)[0]["response"]["instructions"] == text
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_text_and_calls_are_items(scripted_server: RunningServer, is_stream: bool) -> None:
     body = set_script(scripted_server, f"See: {ROME}", max_output_tokens=200)
