@@ -82,3 +82,13 @@ def generate_greedy(module: Any, prompt: list[int], count: int) -> list[int]:
             pad_token_id=0,
         )
     return list(map(int, ids[0, len(prompt) :]))
+
+
+def is_greedy(module: Any, prompt: list[int], tokens: list[int]) -> bool:
+    """Return whether each token is the most likely one after those before it.
+
+    One forward of the module. generate_greedy has one for each token.
+    """
+    with torch.inference_mode():
+        logits = module(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0]
+    return tokens == logits[len(prompt) - 1 :].argmax(-1).tolist()

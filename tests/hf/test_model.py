@@ -1,7 +1,8 @@
 """HFModel under the engine: tokens are those of transformers' generate(), however they are batched.
 
-In float64 no token may differ. Each way to batch asserts that it came to what it is about:
-preemption, hits of the prefix cache, chunks.
+The longest prompt's tokens are compared with those of generate(), and each prompt's with the most
+likely ones by one forward of the module. In float64 no token may differ. Each way to batch asserts
+that it came to what it is about: preemption, hits of the prefix cache, chunks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ from forge.request import Delta, Request, SamplingParams  # noqa: E402
 from forge.sampling import output_logprob, process_logits, sample_token, token_logprob  # noqa: E402
 from forge.seam import Bind, BlockCopy, Row, StepPlan  # noqa: E402
 from tests.core.worlds import RecordingModel  # noqa: E402
-from tests.hf.families import FAMILIES, create_module, generate_greedy  # noqa: E402
+from tests.hf.families import (  # noqa: E402
+    FAMILIES,
+    create_module,
+    generate_greedy,
+    is_greedy,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 CPU = torch.device("cpu")
 VOCAB, EOS = 307, 2
-NEW = 64
+NEW = 40
 
 
 class BatchingVariant(NamedTuple):
@@ -48,7 +54,7 @@ BATCHING_VARIANTS = {
     "one at a time": BatchingVariant(1, 64, 1, 64),
     "together": BatchingVariant(1, 128, 5, 256),
     "small chunks, planned ahead": BatchingVariant(2, 128, 4, 7),
-    "preempted": BatchingVariant(1, 18, 4, 64, preempts=True),
+    "preempted": BatchingVariant(1, 14, 4, 64, preempts=True),
     "preempted, planned ahead, small chunks": BatchingVariant(2, 18, 5, 9, preempts=True),
 }
 QUICK_VARIANTS = ("together", "preempted, planned ahead, small chunks")
@@ -146,9 +152,14 @@ PROMPTS = [prompt_of(length) for length in (1, 5, 16, 33, 100)]
 
 
 @cache
-def reference(family: str) -> list[list[int]]:
-    module = create_module(family, torch.float64)
-    return [generate_greedy(module, prompt, NEW) for prompt in PROMPTS]
+def module_for(family: str) -> Any:
+    return create_module(family, torch.float64)
+
+
+@cache
+def longest_reference(family: str) -> list[int]:
+    """Return the output of generate() for the longest prompt."""
+    return generate_greedy(module_for(family), PROMPTS[4], NEW)
 
 
 def variant_marks(family: str, name: str) -> list[pytest.MarkDecorator]:
@@ -162,15 +173,18 @@ def variant_marks(family: str, name: str) -> list[pytest.MarkDecorator]:
     ("family", "way"),
     [
         pytest.param(family, way, marks=variant_marks(family, name), id=f"{family}-{name}")
-        for name, way in BATCHING_VARIANTS.items()
         for family in FAMILIES
+        for name, way in BATCHING_VARIANTS.items()
     ],
 )
 def test_greedy_tokens_are_those_of_generate_however_they_are_batched(
     family: str, way: BatchingVariant
 ) -> None:
     outcome = run(engine_for(family, way), *(greedy(i, prompt) for i, prompt in enumerate(PROMPTS)))
-    assert [outcome.tokens(i) for i in range(len(PROMPTS))] == reference(family)
+    assert outcome.tokens(4) == longest_reference(family)
+    for i, prompt in enumerate(PROMPTS):
+        assert len(outcome.tokens(i)) == NEW
+        assert is_greedy(module_for(family), prompt, outcome.tokens(i))
     assert (outcome.num_preempted > 0) == way.preempts
     if way.budget < 16:
         assert any(row.num_samples == 0 for plan in outcome.plans for row in plan.rows)
@@ -187,7 +201,7 @@ def test_a_prefix_hit_changes_no_token(family: str, depth: int) -> None:
     outcome = run(engine, greedy(1, prompt), greedy(2, prompt[:70], 8))
     first = {row.seq_id: row.start for plan in reversed(outcome.plans) for row in plan.rows}
     assert sorted(first.values()) == [64, 96]  # Blocks that the first request left.
-    assert outcome.tokens(1) == reference(family)[4]
+    assert outcome.tokens(1) == longest_reference(family)
 
 
 @pytest.mark.parametrize(
@@ -204,15 +218,14 @@ def test_single_precision_differs_only_where_two_tokens_are_level(family: str) -
         *(greedy(i, prompt) for i, prompt in enumerate(PROMPTS)),
     )
     for i, prompt in enumerate(PROMPTS):
-        mine, theirs = outcome.tokens(i), generate_greedy(module, prompt, NEW)
-        if mine == theirs:
-            continue
-        at = next(n for n in range(NEW) if mine[n] != theirs[n])
+        tokens = outcome.tokens(i)
         with torch.inference_mode():
-            logits = module(torch.tensor([prompt + theirs[:at]])).logits[0, -1]
+            logits = module(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         top = logits.topk(2)
-        assert {mine[at], theirs[at]} == set(top.indices.tolist())
-        assert top.values[0] - top.values[1] < 1e-4
+        for token, (best, next_best), values in zip(
+            tokens, top.indices.tolist(), top.values.tolist(), strict=True
+        ):
+            assert token == best or (token == next_best and values[0] - values[1] < 1e-4)
 
 
 def sample_reference(module: Any, prompt: list[int], params: SamplingParams, seed: int) -> Any:
@@ -241,26 +254,27 @@ PARAMS = {
     "all": {"temperature": 0.0, "logprobs": -1},
     "a shorter list": {"temperature": 0.0, "logprob_token_ids": [8], "repetition_penalty": 1.3},
 }
+SAMPLED_PARAMS = [
+    SamplingParams(**{"max_tokens": 32, "seed": i, "logprobs": 2, "ignore_eos": True, **each})
+    for i, each in enumerate(PARAMS.values())
+]
+
+
+@cache
+def sample_references() -> list[Any]:
+    return [
+        sample_reference(module_for("qwen3"), PROMPTS[2], each, seed)
+        for seed, each in enumerate(SAMPLED_PARAMS)
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_way_to_sample_is_the_normative_arithmetic_on_the_models_logits(depth: int) -> None:
     """One batch in which every row has different parameters."""
-    module = create_module("qwen3", torch.float64)
     engine = engine_for("qwen3", BatchingVariant(depth, 128, 9, 32), max_logprobs=-1)
-    requests = [
-        Request(
-            i,
-            tuple(PROMPTS[2]),
-            SamplingParams(
-                **{"max_tokens": 32, "seed": i, "logprobs": 2, "ignore_eos": True, **params}
-            ),
-        )
-        for i, params in enumerate(PARAMS.values())
-    ]
+    requests = [Request(i, tuple(PROMPTS[2]), each) for i, each in enumerate(SAMPLED_PARAMS)]
     outcome = run(engine, *requests)
-    for i, request in enumerate(requests):
-        tokens, scores = sample_reference(module, PROMPTS[2], request.params, i)
+    for i, (tokens, scores) in enumerate(sample_references()):
         assert outcome.tokens(i) == tokens
         logprobs = [score for d in outcome.deltas if d.request_id == i for score in d.logprobs]
         assert [s.token for s in logprobs] == tokens
