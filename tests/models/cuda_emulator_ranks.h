@@ -42,7 +42,7 @@ static const RankCall*& call_of_current() {
 static const RankCall& current_call() { return *call_of_current(); }
 
 static void stop_thread() {
-  static Barrier never(1 << 30);
+  static Barrier never(0);  // one thread or more arrives, and none has a value there
   wait(never);
 }
 
