@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 
@@ -116,6 +117,21 @@ def pytest_collection(session: pytest.Session) -> None:
         # Collecting it says why it cannot be imported.
         with suppress(Exception, pytest.skip.Exception):
             import_module(module)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """In a worker, report of a test its call, and its setup and teardown only where they failed.
+
+    The controller counts calls. It also receives, decodes and passes on each of the other events,
+    which for a short test takes as long as the test.
+    """
+    if not hasattr(item.config, "workerinput"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
