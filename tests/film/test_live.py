@@ -95,7 +95,7 @@ def film_world(world: RandomWorld, share: float, join_step: int) -> FoldedFilm:
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(20), pytest.param(range(20, 300), marks=pytest.mark.long)],
+    [range(20), pytest.param(range(20, 100), marks=pytest.mark.long)],
     ids=["first", "further"],
 )
 @pytest.mark.parametrize("share", [1.0, 0.2], ids=["each step", "merged steps"])

@@ -1,11 +1,11 @@
-"""Every row of bad_inputs.py, one after the other, on a server that serves 32 good streams.
+"""Every row of bad_inputs.py, one after the other, on a server that serves 16 good streams.
 
 One server for all rows. The streams start again when they end, from the first row to the last, and
 each must have the output of the same request alone. An audit checks every block of the cache after
 every step: it is free, cached or in the table of an open request.
 
     rows      ──► bad request ──► error ──► anything left? ──► a good request
-    32 streams ═══════════════════════════════════════════════════════════════►
+    16 streams ═══════════════════════════════════════════════════════════════►
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from tests.server.http_wire import (
 from tests.server.local_server import GatedModel, wait_until
 from tests.server.test_limits import count_requests, is_closing, open_server_process
 
-STREAMS = 32
+STREAMS = 16
 STEP_MS = 20
 CACHE = {"num_blocks": 1024, "block_size": 4, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64}
 
@@ -138,7 +138,7 @@ def read_output(answer: WireResponse) -> tuple[int, list[Any], str]:
 
 
 class GoodStreams:
-    """32 streams that start again when they end, on an event loop in a thread.
+    """16 streams that start again when they end, on an event loop in a thread.
 
     expected     output of each request alone
     mismatches   outputs that differed since
@@ -185,7 +185,7 @@ class GoodStreams:
 
 
 class LoadedServer(AuditedServer):
-    """A server with 32 good streams on it."""
+    """A server with 16 good streams on it."""
 
     def __init__(self, server: AuditedServer, rounds: int = 2**31) -> None:
         super().__init__(server.llm, server.address, server.client, server.clock)
@@ -227,7 +227,7 @@ def good_text() -> str:
 
 @pytest.fixture(scope="module")
 def running_server() -> Iterator[LoadedServer]:
-    """Serve 32 good streams from the first test to the last; check at the end that none is lost."""
+    """Serve 16 good streams from the first test to the last; check at the end that none is lost."""
     model = f"hash:step_ms={STEP_MS}"
     with open_audited_server(model, tokenizer=AlternatingTokenizer(), **CACHE) as quiet:
         server = LoadedServer(quiet)
