@@ -105,8 +105,9 @@ QUICK = (("exempt", 1), ("exempt", 2))
 
 
 def marks(name: str, depth: int) -> pytest.MarkDecorator:
-    """Return the mark of a world that takes seconds, or more than five."""
-    return pytest.mark.soak if NUM_STATES[name, depth] > 5_000 else pytest.mark.long
+    """Return the mark of a world: soak for a large one, unless it reaches the most events."""
+    is_large = NUM_STATES[name, depth] > 2_500 and name != "pair"
+    return pytest.mark.soak if is_large else pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,14 @@ def test_every_state_of_a_world_is_right_and_every_request_ends(name: str, depth
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "depth", "max_states"),
-    [("resize", 2, 2000), ("host-filter", 1, 2000), ("host-busy", 1, 3500)],
+    [
+        ("lengths", 2, 700),
+        ("priorities", 2, 700),
+        ("structure", 2, 700),
+        ("resize", 2, 1200),
+        ("host-filter", 1, 2000),
+        ("host-busy", 1, 3500),
+    ],
 )
 def test_the_first_states_of_a_large_world_are_right(
     name: str, depth: int, max_states: int
