@@ -53,9 +53,9 @@ SUMMARY_ROWS = (
     SummaryRow("h200-served-4b-30s", "qwen3-4b", "served25_30s", "ttft_p50"),
     SummaryRow("h200-served-4b-30s", "qwen3-4b", "served25_30s", "itl_p99"),
     SummaryRow("h200-served-4b-30s", "qwen3-4b", "served25_30s", "gap_p99"),
-    SummaryRow("h200-budget-8b", "llama-3.1-8b", "greedy256", "tok_s"),
-    SummaryRow("h200-budget-8b", "llama-3.1-8b", "chat300", "tok_s"),
-    SummaryRow("h200-budget-8b", "llama-3.1-8b", "long16", "tok_s"),
+    SummaryRow("h200-offline-8b", "llama-3.1-8b", "greedy256", "tok_s"),
+    SummaryRow("h200-offline-8b", "llama-3.1-8b", "chat300", "tok_s"),
+    SummaryRow("h200-served-4b-30s", "qwen3-4b", "served40_30s", "gap_p50"),
 )
 """The rows of README.md: a served load, a full batch, chat-like lengths, and a case for vLLM."""
 
