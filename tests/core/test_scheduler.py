@@ -2027,7 +2027,7 @@ def test_a_chunk_cannot_be_longer_than_the_prompt() -> None:
         policy=FCFS._replace(split=lambda budget, num_decodes, filling, context: Split(0, (4,)))
     )
     s.add(request(0, prompt=[1, 2, 3]))
-    with pytest.raises(PolicyError, match="of a budget of 64"):
+    with pytest.raises(PolicyError, match="a budget of 64, decodes 0"):
         s.schedule()
 
 
