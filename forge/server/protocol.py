@@ -328,7 +328,10 @@ def parse_request(model_type: type[BodyT], body: Mapping[str, Any]) -> BodyT:
             _check_length(name, value)
             known_fields[name] = value
         else:
-            raise unknown_field_error(excerpt(name), name, model_type.model_fields)
+            usable = [
+                each for each in model_type.model_fields if each not in model_type.unsupported
+            ]
+            raise unknown_field_error(excerpt(name), name, usable)
     try:
         return model_type.model_validate(known_fields)
     except ValidationError as error:

@@ -35,6 +35,7 @@ from forge.models.paged import FaultHooks
 from forge.policy import FCFS, Policy, first_in_queue
 from forge.seam import StepPlan
 from forge.server.app import create_app
+from forge.server.batch_chat import BatchChatRequest
 from forge.server.body import MAX_BODY_BYTES
 from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest
@@ -644,6 +645,8 @@ def test_a_client_that_leaves_while_it_sends_leaves_nothing(running_server: Runn
         (CompletionRequest, "messages", "Send a chat to /v1/chat/completions"),
         (ChatRequest, "prompt", "Send messages, or a prompt to /v1/completions"),
         (ChatRequest, "stop_sequences", "Use stop, or leave it out"),
+        (ChatRequest, "streams", "Use stream, or leave it out"),
+        (BatchChatRequest, "streams", "Leave it out"),
         (ResponsesRequest, "max_tokens", "Use max_output_tokens, or leave it out"),
         (ChatRequest, "foo", "Leave it out"),
         (ChatRequest, "max_tokens" * 7, "Leave it out"),
