@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self, TypedDict, Unpack, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
+from forge.chat_prompts import Chat, encode_chats
 from forge.deferred_interrupt import defer_interrupt
 from forge.engine_options import DEFAULT_MODEL, Options, add_offline_defaults, open_engine_and_model
 from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
@@ -28,7 +29,7 @@ from forge.progress import GenerationProgress
 from forge.recorder_chain import RecorderChain
 from forge.request import Delta, Request, SamplingParams
 from forge.timings_recorder import TimingsRecorder
-from forge.tokenizer import Tokenizer
+from forge.tokenizer import ChatEnd, Tokenizer
 from forge.weights import NamedWeights, SharedWeights, WeightFiles, WeightSource
 
 Prompt = str | list[int]
@@ -201,6 +202,33 @@ class LLM:
                 for request in requests:
                     self._abort(request)
         return batch.outputs
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        use_tqdm: bool = True,
+        **fields: Unpack[RequestFields],
+    ) -> list[RequestOutput]:
+        """Return one output per chat: the next message, as text. All else is as in `generate`.
+
+        messages                 of one chat, or a list with those of each: [{"role": "user",
+                                 "content": "..."}]
+        tools                    functions that the template shows: [{"type": "function",
+                                 "function": {...}}]. Calls of them are text of the output
+        chat_template_kwargs     other names that the model's chat template may read
+        continue_final_message   the output continues the last message, and begins no other
+        """
+        end = (
+            ChatEnd.CONTINUE_FINAL_MESSAGE if continue_final_message else ChatEnd.GENERATION_PROMPT
+        )
+        variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+        prompts = encode_chats(self.tokenizer, messages, end, variables)
+        return self.generate(prompts, params, use_tqdm=use_tqdm, **fields)
 
     def stream(
         self,
