@@ -319,6 +319,9 @@ class CompletionResponse:
         self._logprobs: dict[tuple[int, int], LegacyLogprobs] = {}
         self._prompt_logprobs = [list[TokenLogprob]() for _ in requests]  # of an echo
         self._waiting_deltas = [list[TextDelta]() for _ in requests]
+        # Prompts whose logprobs have not all come.
+        has_echo_logprobs = request_body.echo_logprobs is not None
+        self._open_echoes = set(range(len(requests)) if has_echo_logprobs else ())
 
     def body(self, outputs: Sequence[RequestOutput]) -> SlicedWork[dict[str, Any]]:
         """Build the whole body, in slices."""
@@ -354,15 +357,16 @@ class CompletionResponse:
     def chunks(self, p: int, delta: TextDelta) -> Iterator[str]:
         """Yield the JSON of each event for a delta of prompt `p`.
 
-        Deltas wait until the logprobs of the whole echoed prompt, if requested, have come.
+        Deltas wait until the logprobs of the whole echoed prompt, if requested, have come, or until
+        no more come: a pause may abort the request within its prompt.
         """
         prompt_logprobs, waiting = self._prompt_logprobs[p], self._waiting_deltas[p]
         prompt_logprobs += delta.prompt_logprobs
         waiting.append(delta)
-        if (
-            self._request_body.echo_logprobs is not None
-            and len(prompt_logprobs) < len(self.requests[p].prompt) - 1
-        ):
+        is_whole = len(prompt_logprobs) >= len(self.requests[p].prompt) - 1
+        if is_whole or (delta.choice == 0 and delta.finish_reason is not None):
+            self._open_echoes.discard(p)
+        if p in self._open_echoes:
             return
         self._waiting_deltas[p] = []
         for each in waiting:

@@ -17,9 +17,13 @@ from starlette.testclient import TestClient
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig, InvalidWeights
-from forge.request import SamplingParams
+from forge.outputs import TextDelta
+from forge.request import Request, SamplingParams, TokenLogprob
 from forge.server.app import create_app
+from forge.server.completions import CompletionRequest, CompletionResponse
+from forge.server.protocol import NamedPrompt, parse_request
 from forge.server.trainers import ADMIN_PATHS
+from forge.tokenizer import ByteTokenizer
 from forge.trainer_access import TrainerAccess
 from tests.server.test_server import parse_chunks
 
@@ -257,6 +261,28 @@ def test_a_pause_that_aborts_returns_the_tokens_so_far(tmp_path: Path) -> None:
             assert (await complete(client, max_tokens=3))["finish_reason"] == "length"
 
     run(test())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_echo_whose_log_probabilities_a_pause_cuts_ends_as_aborted(
+    order: tuple[int, int],
+) -> None:
+    """Deltas wait for the log probabilities of the whole prompt, and here no more come."""
+    body = parse_request(CompletionRequest, {"prompt": "abc", "echo": True, "logprobs": 0, "n": 2})
+    request = Request(0, (98, 99, 100), SamplingParams(n=2, logprobs=0, prompt_logprobs=0))
+    prompts = [NamedPrompt("prompt", "abc")]
+    response = CompletionResponse(body, prompts, [request], ByteTokenizer(), {"id": "a"})
+    scores = TokenLogprob(99, -1.0, ())
+    assert not [*response.chunks(0, TextDelta(0, "", (), prompt_logprobs=(scores,)))]
+    chunks = []
+    for choice in order:
+        chunks += response.chunks(0, TextDelta(choice, "", (), "abort"))
+    choices = [choice for chunk in chunks for choice in json.loads(chunk)["choices"]]
+    for index in (0, 1):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == "abc"
+        assert own[-1]["finish_reason"] == "abort"
+        assert [name for choice in own for name in choice["logprobs"]["tokens"]] == ["a", "b"]
 
 
 def test_an_output_that_a_pause_aborts_is_not_reported_as_finished(tmp_path: Path) -> None:
