@@ -30,7 +30,8 @@ class RequestDefaults(NamedTuple):
             fields["return_tokens_as_token_ids"] = True
         if self.enable_per_request_metrics and fields.get("return_metrics") is None:
             fields["return_metrics"] = True
-        options = fields.get("stream_options") or {}
+        options = fields.get("stream_options")
+        options = {} if options is None else options
         # Options that are no object are an error of the client, which parsing finds.
         if self.enable_force_include_usage and fields.get("stream") and isinstance(options, dict):
             usage = {"include_usage": True, "continuous_usage_stats": True}

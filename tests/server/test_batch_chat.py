@@ -131,8 +131,9 @@ def test_options_set_fields_of_requests_that_leave_them_out(llm: AsyncLLM) -> No
         assert ("metrics" in post(timed_app, CHAT, **chat, **fields).json()) == has_metrics
     batch = post(timed_app, BATCH, **GREEDY, messages=CHATS).json()
     assert "metrics" not in batch and len(batch["choices"]) == 2
-    wrong = post(app, CHAT, **chat, stream=True, stream_options={"x": 1})
-    check_envelope(wrong, 400, "stream_options", "unknown_parameter")
+    for wrong, code in (({"x": 1}, "unknown_parameter"), ([], "invalid_type")):
+        answer = post(app, CHAT, **chat, stream=True, stream_options=wrong)
+        check_envelope(answer, 400, "stream_options", code)
 
 
 def test_a_grammar_in_the_notation_of_sglang_is_followed(app: Starlette) -> None:
