@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from forge.bench import tensor_parallel
 from forge.bench.tensor_parallel import _wait_for_all, compare, compare_tokens, run_cli
 from forge.bench.workload import BatchCell, Cells, SteadyCell
 from forge.errors import InvalidConfig
@@ -62,7 +64,9 @@ def test_two_ranks_on_a_cpu_give_the_tokens_of_one(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    from tests.hf.forked_processes import ForkedModule
+
+    monkeypatch.setattr(tensor_parallel, "subprocess", SimpleNamespace(Popen=ForkedModule))
     cells = Cells.read()._replace(
         warm_up=(),
         throughput=(BatchCell("c2", 2, (9, 9), (4, 4)),),

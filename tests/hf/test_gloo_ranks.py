@@ -5,7 +5,6 @@ One start of four processes runs every check. Weights are read in part, and size
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ pytest.importorskip("transformers")
 
 from forge.models.hf.loading.draft_pair import open_pair  # noqa: E402
 from forge.models.hf.loading.model_loader import open_model  # noqa: E402
+from tests.hf.forked_processes import fork_context  # noqa: E402
 from tests.hf.gloo_rank import OPTIONS, OVERRIDES, Outcome, run_rank, serve  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
 
@@ -26,8 +26,7 @@ MAX_WAIT_S = 200
 
 def run_ranks(store: Path, folder: Path) -> dict[tuple[int, str], list[Outcome]]:
     """Return the outcomes of all ranks by their number and by what was opened."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.hf.gloo_rank"])
+    context = fork_context()
     num_ranks = max(WORLD_SIZES)
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [

@@ -30,6 +30,7 @@ from forge.errors import ForgeError  # noqa: E402
 from forge.llm import LLM  # noqa: E402
 from tests.forge_process import start_server  # noqa: E402
 from tests.hf.families import create_module, generate_greedy  # noqa: E402
+from tests.hf.forked_processes import fork_engines_and_ranks  # noqa: E402
 from tests.server.local_server import unexpected_log  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -226,6 +227,11 @@ def test_a_folder_that_cannot_be_served_is_refused_in_one_line(
     assert "\n" not in str(fault.value)
 
 
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_engines_and_ranks(monkeypatch)
+
+
 def refuse_start(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the one line with which `forge serve` refuses to start."""
     assert main(["serve", *words, "--port", "0"]) == 2
@@ -236,6 +242,7 @@ def refuse_start(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
+@pytest.mark.usefixtures("_forked")
 def test_what_the_engines_process_refuses_the_command_says_in_one_line(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +251,7 @@ def test_what_the_engines_process_refuses_the_command_says_in_one_line(
     assert "model.safetensors is cut short or damaged" in error
 
 
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -270,6 +278,7 @@ def test_a_folder_that_is_not_there_is_refused_in_one_line(
     assert "there is no folder" in refuse_start(capfd, str(tmp_path / "missing"))
 
 
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to serve on")
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(
     checkpoint: Path, capfd: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from forge.engine_options import Options  # noqa: E402
 from forge.llm import LLM  # noqa: E402
 from forge.models.embedded import embedded_folder  # noqa: E402
 from forge.request import SamplingParams  # noqa: E402
+from tests.hf.forked_processes import fork_engines_and_ranks  # noqa: E402
 from tests.ranks.test_rank_group import is_alive, wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(480)]
@@ -52,14 +54,17 @@ def child_pids(parent: int) -> list[int]:
     return sorted(found)
 
 
-def test_two_processes_serve_the_tokens_of_one_and_end_when_one_is_killed() -> None:
+def test_two_processes_serve_the_tokens_of_one_and_end_when_one_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each rank schedules too and compares its plans. Then rank 1 is killed during a request."""
+    fork_engines_and_ranks(monkeypatch)
     with LLM(TINY, **ON_CPU) as alone:
         outputs = alone.generate(list(PROMPTS), list(PARAMS), use_tqdm=False)
         expected = [list(output.choices[0].token_ids) for output in outputs]
-    before = child_pids(os.getpid())
     llm = AsyncLLM.spawn(TINY, **ON_CPU, tensor_parallel_size=2, check_ranks=True)
-    rank_1, rank_0 = [pid for pid in child_pids(os.getpid()) if pid not in before]
+    pids = {child.name: child.pid or 0 for child in multiprocessing.active_children()}
+    rank_0, rank_1 = pids["forge-engine"], pids["forge-rank-1"]
 
     async def serve() -> list[list[int]]:
         requests = [llm.generate(*each) for each in zip(PROMPTS, PARAMS, strict=True)]

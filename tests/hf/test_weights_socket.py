@@ -22,6 +22,7 @@ from forge.server.weights_socket import WeightsSocket  # noqa: E402
 from forge.weights import SharedMemory, SharedTensor, SharedWeights  # noqa: E402
 from forge.weights_client import send_weights  # noqa: E402
 from tests.hf.families import create_module  # noqa: E402
+from tests.hf.forked_processes import fork_engines_and_ranks  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
 
 pytestmark = [
@@ -80,8 +81,9 @@ async def fresh_outputs(folder: Path, device: str = "cpu") -> list[int]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [AsyncLLM, AsyncLLM.spawn], ids=["thread", "process"])
 def test_an_update_from_memory_is_a_fresh_start(
-    kind: Any, folders: tuple[Path, Path], tmp_path: Path
+    kind: Any, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fork_engines_and_ranks(monkeypatch)
     old, new = folders
     tensors = load_file(new / "model.safetensors")
 
