@@ -21,9 +21,11 @@ from forge.bench.commands import (
     parse_ints,
     parse_positive,
 )
+from forge.bench.shapes import SHAPES
 from forge.cli.options import define_option
 from forge.cli.parser import Parser
 from forge.cli.settings import Settings
+from forge.errors import InvalidConfig
 from forge.models.loader import refuse_missing_packages
 
 RETURNING_OPTIONS = (
@@ -37,6 +39,7 @@ RETURNING_OPTIONS = (
     define_option("plot", str, None, "plot the figures; needs matplotlib", "FILE.png"),
 )
 SHAPES_OPTION = define_option("shapes", str, "qwen3-4b,llama-3.1-8b", "shapes of models", "NAMES")
+DEVICES = ("cpu", "cuda")
 SHAPES_NEED = "keys and values of a model need"
 """Beginning of the error that names a missing package."""
 
@@ -69,11 +72,17 @@ def run_overhead(args: argparse.Namespace, chosen: Settings) -> int:
 
 def run_memory(args: argparse.Namespace, chosen: Settings) -> int:
     """Measure the bytes that keys and values of a sequence hold, by kind of cache."""
+    shapes, device = chosen.values["shapes"].split(","), chosen.values["device"]
+    # Before torch is imported, which takes seconds.
+    for name in shapes:
+        if name not in SHAPES:
+            raise InvalidConfig("shapes", f"there is no shape {name!r}", f"Use {', '.join(SHAPES)}")
+    if device not in DEVICES:
+        raise InvalidConfig("device", f"{device!r} is not known", f"Use {' or '.join(DEVICES)}")
     with refuse_missing_packages("shapes", SHAPES_NEED):
         from forge.bench.kv_memory import main
 
-    values = chosen.values
-    return main(values["shapes"].split(","), values["device"], values["json"])
+    return main(shapes, device, chosen.values["json"])
 
 
 def run_moves(args: argparse.Namespace, chosen: Settings) -> int:
