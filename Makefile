@@ -242,7 +242,7 @@ $(VENV)/torch.stamp: pyproject.toml | $(BIN)/uv
 	$(PIP) install --quiet --no-compile -c constraints/newest.txt $(foreach each,$(TORCH),'$(each)')
 	$(call install,$(VENV),-c constraints/newest.txt --editable '.[dev$(comma)hf]')
 	@# Compiles what these import, once. Otherwise each worker of the tests would.
-	$(BIN)/python -c "import forge.models.hf"
+	$(BIN)/python -c "import forge.models.hf, torch._inductor.compile_fx, transformers.generation.utils"
 	@touch $(VENV)/core.stamp $(VENV)/dev.stamp $@
 
 # A torch other than the newest is CUDA's on Linux: 2.5 GB to download, 5 GB on disk. FlashInfer comes
@@ -254,7 +254,7 @@ $(VENV)/oldest.stamp: pyproject.toml constraints/oldest.txt | $(VENV)/made.stamp
 	  --editable '.[dev,hf]' apache-tvm-ffi==0.1.10 cuda-bindings==13.3.1 click einops ninja nvidia-ml-py requests tabulate
 	$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps flashinfer-python==0.6.14
 	@# Compiles what these import, once. Otherwise each worker of the tests would.
-	$(VENV)/oldest/bin/python -c "import forge.models.hf"
+	$(VENV)/oldest/bin/python -c "import forge.models.hf, torch._inductor.compile_fx, transformers.generation.utils"
 	@touch $@
 
 $(VENV)/gpu.stamp: pyproject.toml | $(VENV)/made.stamp
