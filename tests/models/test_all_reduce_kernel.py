@@ -202,16 +202,16 @@ def test_equal_inputs_have_equal_norms_in_any_message_and_on_any_run(open_ranks:
 
 
 @pytest.mark.parametrize("variant", VARIANTS[1:], ids=str)
-def test_thousands_of_calls_of_changing_sizes_have_exact_sums(
+def test_hundreds_of_calls_of_changing_sizes_have_exact_sums(
     open_ranks: Open, variant: Variant
 ) -> None:
     rng = Random(str(variant))
     ranks = open_ranks(variant, 5)
     early_calls = late_stores = 0
-    for batch in range(20):
+    for batch in range(8):
         calls = [draw_call(rng, variant.dtype, 2048) for _ in range(100)]
         reached = run_calls(ranks, variant, calls, rng, (2, 10, 50, 400)[batch % 4])
         early_calls += reached.early_calls
         late_stores += reached.late_stores
-    assert early_calls > 600
-    assert late_stores > 600
+    assert early_calls > 200
+    assert late_stores > 200

@@ -183,7 +183,7 @@ def with_damage(
 @pytest.mark.long
 def test_no_token_of_a_random_world_comes_from_a_damaged_host_block() -> None:
     reached: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(25):
         create = with_damage(CheckedHostBlocks, reached)
         outcome = run_world(draw_host_world(seed), audited=True, create=create)
         reached += check_outcome(outcome)
@@ -193,7 +193,7 @@ def test_no_token_of_a_random_world_comes_from_a_damaged_host_block() -> None:
 @pytest.mark.long
 def test_without_the_check_some_tokens_of_random_worlds_do() -> None:
     num_wrong = 0
-    for seed in range(60):
+    for seed in range(25):
         outcome = run_world(draw_host_world(seed), create=with_damage(HostBlocks, Counter()))
         try:
             check_outcome(outcome)
