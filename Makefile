@@ -97,7 +97,8 @@ test: $(VENV)/dev.stamp ## run the tests; no GPU, no torch
 test-long: $(VENV)/dev.stamp ## run the tests that take a second or more each
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not soak" $(call marked,long) $(ARGS)
 
-test-all: test test-long ## run both
+test-all: $(VENV)/dev.stamp ## run both; workers start and collect once
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not soak and (long or not torch)" $(ARGS)
 
 check: lint types test ## lint, types and tests: what a change must pass
 
