@@ -108,7 +108,7 @@ def reached_by(seeds: Iterable[int]) -> Counter[str]:
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(30), pytest.param(range(30, 110), marks=pytest.mark.long)],
+    [range(15), pytest.param(range(15, 95), marks=pytest.mark.long)],
     ids=["first", "further"],
 )
 def test_the_folded_film_of_a_random_world_is_the_pool_after_every_step(seeds: range) -> None:

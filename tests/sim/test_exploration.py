@@ -101,7 +101,7 @@ NUM_STATES = {
 }
 """World, depth -> its states under FCFS. A change of the scheduler's decisions changes them."""
 
-QUICK = (("exempt", 1), ("exempt", 2))
+QUICK = (("exempt", 1),)
 
 
 def marks(name: str, depth: int) -> pytest.MarkDecorator:
