@@ -7,7 +7,7 @@
     python mutants.py --tests-passed        without the tests on the unchanged copy
 
 A mutant is a piece of source, its replacement, and the test that must fail: see mutants.toml. The
-tests must pass on the unchanged copy, so a failure is the bug's. After `make test-all` has
+tests must pass on the unchanged copy, so a failure is the bug's. After `make test test-long` has
 passed on the same sources, `--tests-passed` does not repeat them. Exit status 1 when a mutant
 survives, 2 when no mutant's name has a word that was given.
 
