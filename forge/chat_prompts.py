@@ -8,19 +8,19 @@ Owns what a message must have. The format of a chat is the tokenizer's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from forge.errors import InvalidRequest
-from forge.tokenizer import ChatEnd, ChatMessage, Tokenizer
+from forge.tokenizer import ChatEnd, Tokenizer
 
-Chat = Sequence[ChatMessage]
+Chat = Sequence[Mapping[str, object]]
 
 
 def encode_chats(
     tokenizer: Tokenizer,
     messages: Chat | Sequence[Chat],
     end: ChatEnd,
-    variables: Mapping[str, Any],
+    variables: Mapping[str, object],
 ) -> list[list[int]]:
     """Return the ids of one chat, or of each of several, as the chat template writes them.
 
@@ -59,7 +59,7 @@ def _check_chat(field: str, chat: object) -> None:
 
 
 def _encode(
-    tokenizer: Tokenizer, chat: Chat, end: ChatEnd, variables: Mapping[str, Any]
+    tokenizer: Tokenizer, chat: Chat, end: ChatEnd, variables: Mapping[str, object]
 ) -> list[int]:
     try:
         return tokenizer.apply_chat_template(chat, end, variables)

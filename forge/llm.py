@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack, cast
+from typing import Self, TypedDict, Unpack, cast
 
 from forge.chat_prompts import Chat, encode_chats
 from forge.deferred_interrupt import defer_interrupt
@@ -208,8 +208,8 @@ class LLM:
         messages: Chat | Sequence[Chat],
         params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         continue_final_message: bool = False,
         use_tqdm: bool = True,
         **fields: Unpack[RequestFields],

@@ -142,6 +142,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
     "outputs": {"request", "timings", "tokenizer"},
     "progress": {"outputs"},
+    "chat_prompts": {"errors", "tokenizer"},
     "kv_event_wire": {"errors", "kv_events"},
     "kv_event_options": {"errors"},
     "kv_publisher": {"errors", "kv_event_options", "kv_event_wire", "kv_events"},
@@ -155,7 +156,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"kv_event_options", "kv_publisher", "models.*", "overhead", "policy_loader"}
     | {"rank_start", "ranks.*", "start_log", "version"},
     "llm": ENGINE_AND_BELOW
-    | {"deferred_interrupt", "engine_options", "outputs", "progress"}
+    | {"chat_prompts", "deferred_interrupt", "engine_options", "outputs", "progress"}
     | {"recorder_chain", "timings_recorder"},
     "session_timers": {"sessions"},
     "tier_status": {"scheduler"},
