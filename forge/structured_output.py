@@ -75,15 +75,16 @@ MAX_REASONINGS = 8
 """Kinds of reasoning whose masks are kept. A model has one or two."""
 
 PARSER_LIMITS = llguidance.LLParserLimits(
-    max_items_in_row=1_000,
+    max_items_in_row=2_000,
     max_lexer_states=50_000,
     step_lexer_fuel=60_000,
     step_max_items=4_000,
     verbose_errors=False,
 )
 """Bounds on the cost of a mask: with the library's own limits one took 8 times as long as the
-slowest mask of wiki/Structured-output.md. With less fuel, Unicode classes within longer text, such
-as `"name": "[\\w]+",` between others, run out of it over a vocabulary of 150,000 tokens."""
+slowest mask of wiki/Structured-output.md. A row of an object with MAX_SCHEMA_PROPERTIES optional
+ones has 1,607 items. With less fuel, Unicode classes within longer text, such as
+`"name": "[\\w]+",` between others, run out of it over a vocabulary of 150,000 tokens."""
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 """The end of every grammar. Without it, a mask first writes out all text that must follow, and no

@@ -306,6 +306,13 @@ def test_a_schema_of_many_properties_is_refused() -> None:
         create_structures().check(schema(MAX_SCHEMA_PROPERTIES + 2))
 
 
+def test_an_object_of_as_many_optional_properties_as_a_schema_may_have_is_followed() -> None:
+    names = [f"property_{number}" for number in range(MAX_SCHEMA_PROPERTIES)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    matcher = create_structures().create_matcher(Structure.json_schema(schema), allow_end=True)
+    assert feed_text(matcher, json.dumps({names[index]: "a" for index in (0, 200, -1)}))
+
+
 def test_a_grammar_with_schemas_of_many_properties_is_refused() -> None:
     def grammar(count: int) -> Structure:
         inner = ", ".join(f'"p{i}" : {{}}' for i in range(count - 1))
