@@ -240,10 +240,8 @@ class RankGroup:
     def close(self) -> None:
         """End the ranks: by themselves where rank 0 has ended the ring, else by SIGKILL."""
         self.expect_end()
-        _join_all(self._followers, STOP_TIMEOUT_S)
-        for follower in self._followers:
-            if follower.process.is_alive():
-                LOG.warning("rank %d did not end and is killed", follower.rank)
+        for follower in _wait_for_ends(self._followers, STOP_TIMEOUT_S):
+            LOG.warning("rank %d did not end and is killed", follower.rank)
         self._finalizer()
         if self._watcher is not None:
             self._watcher.join(KILL_TIMEOUT_S)
@@ -354,8 +352,23 @@ def _join_all(followers: Sequence[_Follower], timeout_s: float) -> None:
         follower.process.join(max(0.0, deadline_s - time.monotonic()))
 
 
+def _wait_for_ends(followers: Sequence[_Follower], timeout_s: float) -> list[_Follower]:
+    """Wait until the processes have ended, and return those that still run.
+
+    Not by `is_alive`, which is True for a moment while another thread collects the exit code.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    running = list(followers)
+    while running:
+        ended = wait([each.process.sentinel for each in running], deadline_s - time.monotonic())
+        if not ended:
+            break
+        running = [each for each in running if each.process.sentinel not in ended]
+    return running
+
+
 def _kill_all(followers: Sequence[_Follower]) -> None:
-    for follower in followers:
+    for follower in _wait_for_ends(followers, 0.0):
         follower.process.kill()
     _join_all(followers, KILL_TIMEOUT_S)
 

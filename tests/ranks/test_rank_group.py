@@ -165,14 +165,20 @@ def test_the_end_of_rank_0_ends_ranks_that_hang_in_a_step() -> None:
     ],
 )
 def test_ranks_end_with_the_ring_or_are_killed(
-    stage: str, caplog: pytest.LogCaptureFixture
+    stage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shutdown is no failure, even where a rank does not end by itself."""
+    """A shutdown is no failure, even where a rank does not end by itself.
+
+    A process that has ended seems alive while another thread collects its exit code.
+    """
     ranks = Ranks(stage)
     pids = ranks.pids
     ranks.group.expect_end()
     ranks.leader.join(TIMEOUT_S)
-    ranks.group.close()
+    with monkeypatch.context() as patch:
+        for follower in ranks.group._followers:
+            patch.setattr(follower.process, "is_alive", lambda: True)
+        ranks.group.close()
     assert not any(map(is_alive, pids))
     assert "; all ranks end" not in caplog.text
     assert ("rank 2 did not end and is killed" in caplog.text) is (stage == "hangs at shutdown")
