@@ -69,7 +69,7 @@ class PauseState:
     def end_session(self, key: SessionKey) -> bool:
         """Let the last turn of the session that waits end it. Return whether one waits."""
         for request_id, (request, grammar) in reversed(self.held_requests.items()):
-            if (request.tenant, request.session_id) == key:
+            if request.session_id and (request.tenant, request.session_id) == key:
                 ending = replace(request, session_end=True)
                 self.held_requests[request_id] = HeldRequest(ending, grammar)
                 return True

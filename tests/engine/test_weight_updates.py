@@ -292,6 +292,16 @@ def test_a_session_with_turns_that_wait_for_the_end_of_a_pause_ends_after_them(
     assert not engine.scheduler.sessions
 
 
+def test_the_end_of_a_session_without_a_name_is_not_that_of_a_request_without_one() -> None:
+    engine = Engine(create_model(), create_config())
+    engine.pause(PauseMode.KEEP)
+    engine.submit(create_request(0, max_tokens=2))
+    assert not engine.end_session(("", ""))
+    engine.resume()
+    deltas = [delta for _ in range(9) if engine.has_work for delta in engine.step()]
+    assert [delta.finish for delta in deltas if delta.finish] == [FinishReason.LENGTH]
+
+
 def test_a_wait_that_takes_too_long_can_be_made_a_keep() -> None:
     engine = Engine(create_model(), create_config())
     outputs = Outputs(engine)
