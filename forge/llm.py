@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self, TypedDict, Unpack, cast
 
-from forge.chat_prompts import Chat, encode_chats
+from forge.chat_prompts import Chat, encode_chats, invalid_unicode_error
 from forge.deferred_interrupt import defer_interrupt
 from forge.engine_options import DEFAULT_MODEL, Options, add_offline_defaults, open_engine_and_model
 from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
@@ -57,12 +57,7 @@ def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
         try:
             return tuple(tokenizer.encode(prompt))
         except UnicodeEncodeError:
-            raise InvalidRequest(
-                "prompt",
-                "it has half a surrogate pair, which no UTF-8 text can have",
-                "Send valid Unicode",
-                "invalid_unicode",
-            ) from None
+            raise invalid_unicode_error("prompt") from None
     if not isinstance(prompt, list | tuple) or str in set(map(type, prompt)):
         raise InvalidRequest(
             "prompt",
@@ -298,7 +293,8 @@ class LLM:
         """
         if not isinstance(weights, NamedWeights | WeightFiles | SharedWeights):
             weights = NamedWeights(dict(weights))
-        return self.engine.update_weights(weights, version, namespace=new_namespace())
+        with defer_interrupt():
+            return self.engine.update_weights(weights, version, namespace=new_namespace())
 
     def sleep(self, level: int = 1) -> dict[str, float]:
         """Release the device's memory in a pause, and return the seconds of each part.
@@ -306,11 +302,13 @@ class LLM:
         level   1 moves the weights to host memory; 2 drops them: update all after `wake`
         Raises EnginePaused for an engine that is not paused.
         """
-        return dict(self.engine.sleep(level))
+        with defer_interrupt():
+            return dict(self.engine.sleep(level))
 
     def wake(self) -> dict[str, float]:
         """Allocate what `sleep` released, and return the seconds of each part. `resume` follows."""
-        return dict(self.engine.wake())
+        with defer_interrupt():
+            return dict(self.engine.wake())
 
     def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
         """Submit the request and yield an empty delta; then yield the request's deltas."""

@@ -53,11 +53,16 @@ def test_tools_and_a_message_to_continue_are_those_of_the_template() -> None:
         (["Hello"], "messages[0]: 'Hello' is no message. Give {\"role\""),
         ([HELLO, []], "messages[1]: '[]' is no list of messages"),
         ([HELLO, [{"role": 3, "content": "x"}]], "messages[1][0]: "),
-        ([*HELLO, {"role": "user"}], "messages[1]: "),
+        ([*HELLO, {"role": "user"}], "messages[1]: it has no content"),
+        ([{"role": "user", "content": None}], "messages[0]: it has no content"),
+        ([[3]], "messages[0][0]: '3' is no message"),
         ([*HELLO, HELLO], "messages[1]: "),
-        ([{"role": "user", "content": "\ud800"}], "messages: they have half a surrogate pair"),
+        ([{"role": "user", "content": "\ud800"}], "messages: it has half a surrogate pair"),
     ],
-    ids=["text", "texts", "no messages", "no role", "no content", "mixed", "surrogate"],
+    ids=[
+        *("text", "texts", "no messages", "no role", "no content", "null"),
+        *("of several", "mixed", "surrogate"),
+    ],
 )
 def test_what_is_no_chat_is_refused_by_name_and_nothing_runs(messages: Any, start: str) -> None:
     with LLM("hash") as llm:
@@ -65,3 +70,12 @@ def test_what_is_no_chat_is_refused_by_name_and_nothing_runs(messages: Any, star
             llm.chat(messages, PARAMS)
         assert str(caught.value).startswith(start)
         assert not llm.engine.has_work
+
+
+def test_a_call_of_a_tool_needs_no_content_and_a_tool_needs_its_function() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {}}}
+    asked = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with LLM("hash") as llm:
+        assert 'call: {"id": "1", "name": "add"' in read_prompt(llm, asked)
+        with pytest.raises(InvalidRequest, match="messages: the chat template cannot write them"):
+            llm.chat(HELLO, PARAMS, tools=[{"name": "add"}])

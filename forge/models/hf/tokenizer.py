@@ -308,7 +308,7 @@ class HFTokenizer:
             }
         return (
             [self._break_special_names(inner) for inner in value]
-            if isinstance(value, list)
+            if isinstance(value, list | tuple)
             else value
         )
 
