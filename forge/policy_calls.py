@@ -16,6 +16,7 @@ is never lost with it: an error of `update` is raised by the next call of `raise
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -116,8 +117,8 @@ def _call(function: Callable[..., Any], *arguments: object) -> Any:
     try:
         return function(*arguments)
     except Exception as error:
-        code = getattr(function, "__code__", _call.__code__)
-        where = f"{code.co_filename}:{code.co_firstlineno}"
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        where = repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         traceback = error.__traceback__
         assert traceback is not None
         while traceback.tb_next is not None:

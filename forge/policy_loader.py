@@ -14,6 +14,9 @@ from forge.errors import InvalidConfig
 from forge.policies import policy_names, policy_path
 from forge.policy import POLICIES, Policy
 
+MAX_NAME_CHARS = 256
+"""Names from this length on are not looked up as files: systems refuse them."""
+
 
 def load_policy(name_or_policy: str | Policy) -> Policy:
     """Return the policy of that name, or the one that the named file defines as `policy`.
@@ -30,7 +33,8 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
     path = policy_path(name_or_policy)
     if path is None:
         name, file = name_or_policy[:64], f"{name_or_policy}.py"
-        meant = [file] if Path(file).is_file() else get_close_matches(name, policy_names(), 1)
+        is_file = len(file) < MAX_NAME_CHARS and Path(file).is_file()
+        meant = [file] if is_file else get_close_matches(name, policy_names(), 1)
         remedy = "".join(f"Use {each}. Policies are: " for each in meant) or "Use "
         raise InvalidConfig("policy", f"{name!r} is not known", f"{remedy}{names} or a FILE.py")
     if not path.is_file():
@@ -41,7 +45,7 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
         policy = runpy.run_path(str(path)).get("policy")
     except (Exception, SystemExit) as error:
         raise InvalidConfig(
-            "policy", _policy_file_problem(name_or_policy, error), "Fix the policy"
+            "policy", _policy_file_problem(str(path), error), "Fix the policy"
         ) from error
     if not isinstance(policy, Policy) or not policy.is_complete:
         raise InvalidConfig(
@@ -53,10 +57,9 @@ def load_policy(name_or_policy: str | Policy) -> Policy:
 
 
 def _policy_file_problem(file: str, error: BaseException) -> str:
-    """Return why a policy's file does not run, with the line of it, if one of its lines ran."""
+    """Return why a policy's file does not run, with the line, if the error came from one."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
-    cause = str(error)
-    if isinstance(error, SyntaxError):  # its text has the line again, and maybe another file
-        lines, cause = [error.lineno], error.msg
-    where = f"{file}:{lines[-1]}" if lines else file
+    where, cause = f"{file}:{lines[-1]}" if lines else file, str(error)
+    if isinstance(error, SyntaxError):  # maybe of a module that the file imports
+        where, cause = f"{error.filename}:{error.lineno}", error.msg
     return f"{where} does not run: {type(error).__name__}: {cause}"

@@ -576,6 +576,22 @@ def test_a_policy_file_that_defines_no_policy_is_refused(
     assert f"{file}{problem}" in str(caught.value)
 
 
+def test_the_line_is_that_of_the_file_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("import broken_rules")
+    (tmp_path / "broken_rules.py").write_text("a = 1\nb = = 2\n")
+    (tmp_path / "div.py").write_text("\n1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidConfig, match=r"broken_rules\.py:2 does not run: SyntaxError"):
+        LLM("hash", policy="mine.py")
+    with pytest.raises(InvalidConfig, match=r"div\.py:2 does not run: ZeroDivisionError"):
+        LLM("hash", policy="./div.py")
+    with pytest.raises(InvalidConfig, match=r"^policy: 'x{64}' is not known"):
+        LLM("hash", policy="x" * 300)
+
+
 def test_a_policy_file_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"^policy: there is no file 'none\.py'. Use fcfs, "):
         LLM("hash", policy="none.py")
