@@ -4,13 +4,14 @@ Owns the table, which docs/Command-line.md has too. An unknown option is refused
 it is here, and otherwise with the nearest option. The nearest in spelling is rarely the one meant:
 --torch-compile is the nearest of --chat-template.
 
-    --chat-template, chat_template, --no-chat-template ──► "Write it to chat_template.jinja in ..."
+    --chat-template, chat_template ──► "Write it to chat_template.jinja in ..."
+    --no-enable-lora               ──► "Leave it out: it is off"
 """
 
 from __future__ import annotations
 
 VLLM_OPTIONS: dict[tuple[str, ...], str] = {
-    ("--model",): "Give the model without a flag: forge serve MODEL",
+    ("--model",): "Give the model without a flag, as MODEL",
     ("-tp",): "Give --tensor-parallel-size",
     ("--chat-template",): "Write it to chat_template.jinja in the model's folder",
     ("--default-chat-template-kwargs",): "Send chat_template_kwargs with each request",
@@ -61,6 +62,7 @@ VLLM_OPTIONS: dict[tuple[str, ...], str] = {
         "Give --policy: fcfs, the default, serves by priority and then by arrival"
     ),
     ("--async-scheduling",): "Give --depth 2",
+    ("--no-async-scheduling",): "Give --depth 1",
     ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens"): (
         "Give --speculative-model or --speculative-method, and --num-speculative-tokens"
     ),
@@ -102,8 +104,11 @@ def vllm_remedy(name: str) -> str | None:
 
     name   a flag or a key of a file, with dashes or underscores
     """
-    flag = name.replace("_", "-").replace("--no-", "--", 1)
-    for names, remedy in VLLM_OPTIONS.items():
-        if flag in names or f"--{flag}" in names:
-            return remedy
-    return None
+    flag = name.replace("_", "-")
+    flag = "-O" if flag.startswith("-O") else flag if flag.startswith("-") else f"--{flag}"
+    remedies = {each: remedy for names, remedy in VLLM_OPTIONS.items() for each in names}
+    if flag in remedies or not flag.startswith("--no-"):
+        return remedies.get(flag)
+    remedy = remedies.get("--" + flag.removeprefix("--no-"))
+    is_general = remedy is None or remedy.startswith("Leave it out")
+    return remedy if is_general else "Leave it out: it is off"

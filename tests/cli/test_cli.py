@@ -35,7 +35,7 @@ from forge.cli.options import (
     Option,
 )
 from forge.cli.settings import resolve_settings
-from forge.cli.vllm_options import VLLM_OPTIONS
+from forge.cli.vllm_options import VLLM_OPTIONS, vllm_remedy
 from forge.config import (
     MAX_GEOMETRY,
     DeviceOptions,
@@ -758,7 +758,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
             "serve --chat-template=a.jinja",
             "forge serve: there is no option --chat-template. Write it to chat_template.jinja in ",
         ),
-        ("info --no-enable-lora", "forge info: there is no option --no-enable-lora. Merge the "),
+        ("info --no-enable-lora", "forge info: there is no option --no-enable-lora. Leave it out"),
         ("info -tp 2", "forge info: there is no option -tp. Give --tensor-parallel-size. See "),
         ("serve hash b", "forge serve: 'b' is one argument too many. See forge serve --help"),
         ("serve nonesuch", "forge serve: MODEL: 'nonesuch' is not a model this build serves. Use "),
@@ -1073,6 +1073,23 @@ def test_an_option_of_vllm_is_listed_once_and_its_remedy_names_options_of_forge(
     assert len(names) == len(set(names))
     assert set(names) & flags == set()
     assert set(re.findall(r"--[\w-]+", " ".join(VLLM_OPTIONS.values()))) <= flags
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("--no-async-scheduling", "Give --depth 1"),
+        ("no_enable_lora", "Leave it out: it is off"),
+        ("--no-enable-chunked-prefill", "Leave it out: prompts are always in chunks"),
+        ("-O3", "Leave it out, or give --torch-compile"),
+        ("--no-such-thing", None),
+    ],
+)
+def test_the_negation_of_an_option_of_vllm_has_a_remedy_of_its_own(
+    name: str, remedy: str | None
+) -> None:
+    found = vllm_remedy(name)
+    assert found is None if remedy is None else found and found.startswith(remedy)
 
 
 def test_the_page_shows_the_geometry_of_hash() -> None:
