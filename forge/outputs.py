@@ -217,8 +217,8 @@ class OutputProcessor:
         return deltas
 
 
-class _GrowingText:
-    """Text of an open choice, decoded up to a token.
+class _ChoiceDetokenizer:
+    """Detokenizer of an open choice, and the text so far.
 
     is_ended   the choice has its whole text
     """
@@ -264,8 +264,8 @@ class OutputBatch:
             request.id: output for request, output in zip(requests, self.outputs, strict=True)
         }
         self._num_finished_tokens = 0
-        self._growing_texts: deque[_GrowingText] = deque()
-        self._growing_text_by_choice: dict[tuple[int, int], _GrowingText] = {}
+        self._open_detokenizers: deque[_ChoiceDetokenizer] = deque()
+        self._detokenizer_by_choice: dict[tuple[int, int], _ChoiceDetokenizer] = {}
 
     @property
     def is_finished(self) -> bool:
@@ -301,27 +301,28 @@ class OutputBatch:
     def decode_ahead(self) -> None:
         """Decode the new tokens of a few open choices. Called once a step.
 
-        Each has its turn every DECODE_INTERVAL calls. So this is done while the device computes,
-        where many choices end with the last step and the device would wait for their texts.
+        Each is decoded every DECODE_INTERVAL calls, while the device computes. Otherwise the device
+        would wait for all texts when many choices end in one step.
         """
-        for _ in range(-(-len(self._growing_texts) // DECODE_INTERVAL)):
-            text = self._growing_texts.popleft()
-            if not text.is_ended:
-                text.decode()
-                self._growing_texts.append(text)
+        for _ in range(-(-len(self._open_detokenizers) // DECODE_INTERVAL)):
+            detokenizer = self._open_detokenizers.popleft()
+            if not detokenizer.is_ended:
+                detokenizer.decode()
+                self._open_detokenizers.append(detokenizer)
 
     def _start_text(self, request_id: int, choice: ChoiceOutput) -> None:
         key = (request_id, choice.index)
-        if key not in self._growing_text_by_choice:
-            text = self._growing_text_by_choice[key] = _GrowingText(choice, self._tokenizer)
-            self._growing_texts.append(text)
+        if key not in self._detokenizer_by_choice:
+            detokenizer = _ChoiceDetokenizer(choice, self._tokenizer)
+            self._detokenizer_by_choice[key] = detokenizer
+            self._open_detokenizers.append(detokenizer)
 
     def _finish(self, choice: ChoiceOutput, last: Delta) -> None:
         """Write the text of a choice that has ended, and drop its request if it was the last."""
         request, output = self._open_requests[last.request_id], self._open_outputs[last.request_id]
         tokens = choice.token_ids if last.stop_token is None else choice.token_ids[:-1]
         params, tokenizer = request.params, self._tokenizer
-        text = self._growing_text_by_choice.pop((request.id, choice.index)).end(tokens)
+        text = self._detokenizer_by_choice.pop((request.id, choice.index)).end(tokens)
         choice.text, stop = cut_output(text, tokenizer, params, tokens)
         choice.stop_match = _find_stop_match(last, stop, params, tokenizer)
         if all(each.finish_reason is not None for each in output.choices):
