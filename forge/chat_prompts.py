@@ -68,13 +68,11 @@ def _parse_messages(field: str, chat: object) -> Chat:
             continue
         remedy = 'Give {"role": "user", "content": "text"}'
         raise InvalidRequest(f"{field}[{index}]", problem, remedy, "invalid_type")
-    # A call of a tool needs no content, and a template may read it all the same.
-    return [{"content": "", **_without_none(message)} for message in chat]
-
-
-def _without_none(message: Mapping[str, object]) -> dict[str, object]:
-    """Return the message without the keys whose value is None."""
-    return {key: value for key, value in message.items() if value is not None}
+    # A message that calls tools needs no content, and a template may read it all the same.
+    return [
+        {"content": "", **{key: value for key, value in message.items() if value is not None}}
+        for message in chat
+    ]
 
 
 def invalid_unicode_error(field: str) -> InvalidRequest:

@@ -47,7 +47,7 @@ SPECULATIVE_METHODS = ("draft", "ngram")
 def default_batched_tokens(least: int, max_num_seqs: object) -> int:
     """Return a default of `max_num_batched_tokens`: `least`, or two tokens for each row if more.
 
-    With one for each, the decodes of a full batch would leave no tokens to prompts and drafts.
+    With one token for each row, the decodes of a full batch would leave none to prompts and drafts.
 
     max_num_seqs   as the caller gave it; EngineConfig refuses one that is not an integer
     """

@@ -2,8 +2,8 @@
 
 Owns the handler of SIGINT within a block. Knows no engine.
 
-    main thread   |== step ==| ? |== step ==| ?          ?  KeyboardInterrupt, if Ctrl-C was pressed
-                     ▲ Ctrl-C                               in the step
+    main thread   |== step ==| check |== step ==| check      check   raises KeyboardInterrupt where
+                     ▲ Ctrl-C                                        Ctrl-C was pressed before
 
 Always true: after the block SIGINT has the handler that it had before.
 """
@@ -19,11 +19,11 @@ from types import FrameType
 
 @contextmanager
 def defer_interrupt() -> Iterator[Callable[[], None]]:
-    """Raise KeyboardInterrupt at the end of the block, where Ctrl-C was pressed within it.
+    """Defer Ctrl-C to the end of the block.
 
-    Yields a function that raises it earlier, if it is due. A second Ctrl-C is raised at once, since
-    a model may hang. Nothing changes outside of the main thread, where none is raised, and where
-    the program has a handler of its own. Some 10 us.
+    Yields a function that raises a pending KeyboardInterrupt earlier. A second Ctrl-C raises at
+    once, since a model may hang. Nothing changes outside of the main thread, which alone gets
+    Ctrl-C, or where the program has a handler of its own. Takes some 10 us.
     """
     is_pending = False
 

@@ -34,7 +34,6 @@ from forge.ranks.rank_group import RankGroup
 from forge.ranks.rank_lead import RankLead
 from forge.recording import RecordingWriter, build_header
 from forge.start_log import StartLog
-from forge.tokenizer import Tokenizer
 from forge.version import VERSION
 
 DEFAULT_MODEL = "tiny"
@@ -103,7 +102,7 @@ class Options(TypedDict, total=False):
     record: str
 
 
-def open_engine_and_model(
+def open_engine(
     model: str,
     policy: str | Policy,
     options: Options,
@@ -238,16 +237,3 @@ def _create_recorder(
     )
     exit_stack.callback(recording.close)
     return recording
-
-
-def open_engine(
-    model: str,
-    policy: str | Policy,
-    options: Options,
-    exit_stack: ExitStack,
-    start: StartLog | None = None,
-    rank_context: LeaderContext | None = None,
-) -> tuple[Engine, Tokenizer]:
-    """Open an engine on the named model, until `exit_stack` closes: see `open_engine_and_model`."""
-    engine, loaded = open_engine_and_model(model, policy, options, exit_stack, start, rank_context)
-    return engine, loaded.tokenizer

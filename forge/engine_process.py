@@ -281,7 +281,7 @@ def _run_engine(
         end_with_parent(rank_context.lifeline)
     with nonblocking_logging(), suppress(BrokenPipeError), ExitStack() as exit_stack:
         try:
-            engine, tokenizer = open_engine(model, policy, options, exit_stack, start, rank_context)
+            engine, loaded = open_engine(model, policy, options, exit_stack, start, rank_context)
         except ForgeError as error:
             pipe.send(error)
             return
@@ -291,7 +291,7 @@ def _run_engine(
                 engine.config,
                 engine_model.vocab_size(),
                 engine_model.eos_token(),
-                tokenizer,
+                loaded.tokenizer,
                 EngineStatus.from_engine(engine),
             )
         )

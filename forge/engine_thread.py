@@ -45,7 +45,8 @@ class EngineThread:
         on_end: EndCallback,
     ) -> None:
         self._exit_stack = ExitStack()
-        self.engine, self.tokenizer = open_engine(model, policy, options, self._exit_stack)
+        self.engine, loaded = open_engine(model, policy, options, self._exit_stack)
+        self.tokenizer = loaded.tokenizer
         self._loop = EngineLoop(self.engine, on_report)
         self._on_end = on_end
         self._stop_timeout_s = STOP_TIMEOUT_S

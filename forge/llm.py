@@ -20,7 +20,7 @@ from typing import Self, TypedDict, Unpack, cast
 
 from forge.chat_prompts import Chat, encode_chats, invalid_unicode_error
 from forge.deferred_interrupt import defer_interrupt
-from forge.engine_options import DEFAULT_MODEL, Options, add_offline_defaults, open_engine_and_model
+from forge.engine_options import DEFAULT_MODEL, Options, add_offline_defaults, open_engine
 from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
 from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, TextDelta
 from forge.pause import PauseMode
@@ -117,7 +117,7 @@ class LLM:
         **options: Unpack[Options],
     ) -> None:
         self._exit_stack = ExitStack()
-        self.engine, loaded = open_engine_and_model(
+        self.engine, loaded = open_engine(
             model, policy, add_offline_defaults(model, options), self._exit_stack
         )
         self.tokenizer, self.device = loaded.tokenizer, loaded.device

@@ -107,19 +107,19 @@ class AdmissionQueue:
         self.llm.engine.grammar_backend.mark_compilable(structure, level)
 
     @contextmanager
-    def hold_logprobs(self, count: int) -> Iterator[None]:
+    def admit_logprobs(self, count: int) -> Iterator[None]:
         """Count the log probabilities of a response for the block.
 
         count   0 where each token has few. Raises APIError where there are too many at this time
         """
         if count and self._num_held_logprobs + count > MAX_HELD_LOGPROBS:
             raise logprobs_full_error(count, MAX_HELD_LOGPROBS, self.retry_after_s)
-        with self.keep_logprobs(count):
+        with self.count_logprobs_in_progress(count):
             yield
 
     @contextmanager
-    def keep_logprobs(self, count: int) -> Iterator[None]:
-        """Count the log probabilities of a response that `hold_logprobs` has accepted."""
+    def count_logprobs_in_progress(self, count: int) -> Iterator[None]:
+        """Count the log probabilities of a response that `admit_logprobs` has accepted."""
         self._num_held_logprobs += count
         try:
             yield

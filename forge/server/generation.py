@@ -236,10 +236,10 @@ async def create_response(
     Also where the responses in progress have too many log probabilities.
     """
     count = count_many_logprobs(queue.llm, requests)
-    with queue.hold_logprobs(count):
+    with queue.admit_logprobs(count):
         outputs = await generate_outputs(queue, requests, http_request_id)
         parts = await run_in_slices(encode_json(build_body(outputs)))
-        return JSONPartsResponse(parts, queue.keep_logprobs(count))
+        return JSONPartsResponse(parts, queue.count_logprobs_in_progress(count))
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -21,7 +21,7 @@ from typing import Any
 from forge.errors import InvalidRequest
 from forge.server.errors import excerpt
 from forge.server.protocol import invalid_field_error, missing_field_error
-from forge.server.tools import check_depth, parse_tool_calls
+from forge.server.tools import check_json_size, parse_tool_calls
 from forge.tokenizer import ChatMessage
 
 MAX_MESSAGES = 4096
@@ -144,7 +144,7 @@ def _parse_template_key(param: str, key: str, value: object) -> object:
             "Leave it out",
             "unknown_parameter",
         )
-    check_depth(f"{param}.{key}", value)
+    check_json_size(f"{param}.{key}", value)
     return value
 
 

@@ -14,8 +14,10 @@ from forge.errors import InvalidRequest
 from forge.server.errors import excerpt
 from forge.server.protocol import (
     invalid_field_error,
+    is_neutral,
     missing_field_error,
     unknown_field_error,
+    unsupported_error,
 )
 
 NO_KEYS: Mapping[str, tuple[object, ...]] = {}
@@ -63,12 +65,5 @@ def check_keys(
             continue
         if key not in unsupported:
             raise unknown_field_error(f"{param}.{excerpt(key)}", key, known)
-        if value is not None and not any(
-            type(value) is type(neutral) and value == neutral for neutral in unsupported[key]
-        ):
+        if not is_neutral(value, unsupported[key]):
             raise unsupported_error(f"{param}.{key}", "it is not supported", "Leave it out")
-
-
-def unsupported_error(param: str, problem: str, remedy: str) -> InvalidRequest:
-    """Return the error of a value that this server has no support for."""
-    return InvalidRequest(param, problem, remedy, "unsupported_parameter")

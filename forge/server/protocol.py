@@ -134,7 +134,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
 }
 
-CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
+CHAT_ONLY_FIELDS: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "max_completion_tokens": (),
     "messages": (),
@@ -144,7 +144,7 @@ CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "top_logprobs": (),
 }
-"""Fields of a chat alone, and the values of each that have no effect without one."""
+"""Fields that only a chat has, with the values of each that have no effect elsewhere."""
 
 REMEDIES: Mapping[str, str] = {
     **{
@@ -206,7 +206,7 @@ class RequestBody(BaseModel):
 
     unsupported   fields refused by name, and the values of each that have no effect. A class may
                   refuse a field of its base class
-    remedy        what to do about one that has none in REMEDIES
+    remedy        default remedy of an unsupported field: see REMEDIES
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -304,7 +304,10 @@ class SamplingRequest(RequestBody):
 class PromptRequest(SamplingRequest):
     """A request whose prompts are text or token ids."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {**UNSUPPORTED_FIELDS, **CHAT_FIELDS}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **UNSUPPORTED_FIELDS,
+        **CHAT_ONLY_FIELDS,
+    }
 
     prompt: PromptField = None
 
@@ -321,9 +324,9 @@ def parse_request(model_type: type[BodyT], body: Mapping[str, Any]) -> BodyT:
     known_fields = {}
     for name, value in body.items():
         if (neutral := model_type.unsupported.get(name)) is not None:
-            if value is not None and not _is_neutral(value, neutral):
+            if not is_neutral(value, neutral):
                 remedy = REMEDIES.get(name, model_type.remedy)
-                raise InvalidRequest(name, "it is not supported", remedy, "unsupported_parameter")
+                raise unsupported_error(name, "it is not supported", remedy)
         elif name in model_type.model_fields:
             _check_length(name, value)
             known_fields[name] = value
@@ -347,8 +350,9 @@ def _check_length(name: str, value: object) -> None:
         )
 
 
-def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
-    return any(
+def is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return whether the value of an unsupported field has no effect: null, or one of `neutral`."""
+    return value is None or any(
         type(value) is type(neutral_value) and value == neutral_value for neutral_value in neutral
     )
 
@@ -431,6 +435,11 @@ def missing_field_error(name: str, remedy: str) -> InvalidRequest:
 def invalid_field_error(name: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
     """Return the error of a field with an invalid value."""
     return InvalidRequest(name, problem, "Fix it", code)
+
+
+def unsupported_error(param: str, problem: str, remedy: str) -> InvalidRequest:
+    """Return the error of a value that this server has no support for."""
+    return InvalidRequest(param, problem, remedy, "unsupported_parameter")
 
 
 def unknown_field_error(param: str, name: str, known: Iterable[str]) -> InvalidRequest:

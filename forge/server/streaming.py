@@ -76,7 +76,7 @@ class GeneratedStream(Response):
         try:
             # Deltas wait in memory while the client does not read.
             count = generation.count_many_logprobs(self._queue.llm, self._requests)
-            with self._queue.hold_logprobs(count):
+            with self._queue.admit_logprobs(count):
                 await generation.run_until_disconnect(
                     receive, events.run_with_pings(self._write(events))
                 )

@@ -292,7 +292,7 @@ def _parse_parameters(param: str, schema: object) -> dict[str, Any]:
     kind = schema.get("type", "object")
     if kind != "object":
         raise invalid_field_error(f"{param}.type", 'it is not "object"', "invalid_schema")
-    check_depth(param, schema)
+    check_json_size(param, schema)
     return {"type": "object", **schema}
 
 
@@ -305,8 +305,8 @@ def parse_tool_name(param: str, name: object) -> str:
     return name
 
 
-def check_depth(param: str, value: object) -> None:
-    """Raise InvalidRequest for a value that is nested too deep or too large. Not recursive."""
+def check_json_size(param: str, value: object) -> None:
+    """Raise InvalidRequest for a value with too many values or levels. Not recursive."""
     if has_more_values(value, MAX_JSON_VALUES):
         raise invalid_field_error(param, f"it has more than {MAX_JSON_VALUES} values")
     values, depth = [value], 0
@@ -325,7 +325,8 @@ def check_depth(param: str, value: object) -> None:
 def _strip_annotations(schema: Any) -> Any:
     """Return the schema without descriptions and titles: a grammar's length is limited.
 
-    A property of such a name is kept, because its value is a schema. Recursive: check_depth first.
+    A property of such a name is kept, because its value is a schema. Recursive: call
+    check_json_size first.
     """
     if isinstance(schema, list):
         return [_strip_annotations(item) for item in schema]
@@ -393,7 +394,7 @@ def _parse_arguments(param: str, text: object) -> dict[str, Any]:
         raise invalid_field_error(param, problem) from None
     if not isinstance(value, dict):
         raise invalid_field_error(param, problem)
-    check_depth(param, value)
+    check_json_size(param, value)
     try:
         # A template writes it again, and cannot write half a surrogate pair or infinity.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

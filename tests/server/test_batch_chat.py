@@ -200,14 +200,14 @@ def test_responses_in_progress_have_so_many_log_probabilities_together() -> None
     async def test() -> None:
         async with AsyncLLM("hash", **SMALL) as llm:
             queue = AdmissionQueue(llm)
-            with queue.hold_logprobs(MAX_HELD_LOGPROBS - 255):
+            with queue.admit_logprobs(MAX_HELD_LOGPROBS - 255):
                 with pytest.raises(APIError) as error:
                     await respond(llm, queue, **listed)
                 assert (error.value.status, error.value.code) == (429, "queue_full")
                 assert await respond(llm, queue, logprobs=20) == 200
-            with queue.hold_logprobs(MAX_HELD_LOGPROBS - 256):
+            with queue.admit_logprobs(MAX_HELD_LOGPROBS - 256):
                 assert await respond(llm, queue, **listed) == 200
-            with queue.hold_logprobs(MAX_HELD_LOGPROBS):
+            with queue.admit_logprobs(MAX_HELD_LOGPROBS):
                 pass
 
     asyncio.run(asyncio.wait_for(test(), 20))
@@ -243,7 +243,7 @@ def test_a_stream_in_progress_counts_its_log_probabilities_until_its_end() -> No
             async def send(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     statuses.append(message["status"])
-                    with pytest.raises(APIError), queue.hold_logprobs(MAX_HELD_LOGPROBS - 255):
+                    with pytest.raises(APIError), queue.admit_logprobs(MAX_HELD_LOGPROBS - 255):
                         pass
 
             async def stream() -> None:
@@ -251,12 +251,12 @@ def test_a_stream_in_progress_counts_its_log_probabilities_until_its_end() -> No
                 response = GeneratedStream(queue, [request], "", OneEvent())
                 await response({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
-            with queue.hold_logprobs(MAX_HELD_LOGPROBS - 255):
+            with queue.admit_logprobs(MAX_HELD_LOGPROBS - 255):
                 with pytest.raises(APIError, match="in progress have too many"):
                     await stream()
             await stream()
             assert statuses == [200]
-            with queue.hold_logprobs(MAX_HELD_LOGPROBS):
+            with queue.admit_logprobs(MAX_HELD_LOGPROBS):
                 pass
 
     asyncio.run(asyncio.wait_for(test(), 20))
@@ -278,14 +278,14 @@ def test_a_whole_response_counts_its_log_probabilities_until_it_is_sent() -> Non
             async def send(message: Message) -> None:
                 nonlocal num_messages
                 num_messages += 1
-                with pytest.raises(APIError), queue.hold_logprobs(MAX_HELD_LOGPROBS - 255):
+                with pytest.raises(APIError), queue.admit_logprobs(MAX_HELD_LOGPROBS - 255):
                     pass
 
             request = llm.create_request("a", params)
             response = await generation.create_response(queue, [request], "", build_body)
             await response({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
             assert num_messages == 2
-            with queue.hold_logprobs(MAX_HELD_LOGPROBS):
+            with queue.admit_logprobs(MAX_HELD_LOGPROBS):
                 pass
 
     asyncio.run(asyncio.wait_for(test(), 20))

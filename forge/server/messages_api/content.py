@@ -20,15 +20,9 @@ from typing import Any
 from forge.errors import InvalidRequest
 from forge.server.errors import excerpt
 from forge.server.messages import MAX_MESSAGES
-from forge.server.nested_fields import (
-    check_keys,
-    parse_list,
-    parse_object,
-    parse_string,
-    unsupported_error,
-)
-from forge.server.protocol import invalid_field_error, missing_field_error
-from forge.server.tools import check_depth
+from forge.server.nested_fields import check_keys, parse_list, parse_object, parse_string
+from forge.server.protocol import invalid_field_error, missing_field_error, unsupported_error
+from forge.server.tools import check_json_size
 
 MAX_BLOCKS = 1024
 """Blocks of one message."""
@@ -148,7 +142,7 @@ class MessageBuilder:
         call_id = parse_string(f"{param}.id", block.get("id"))
         name = parse_string(f"{param}.name", block.get("name"))
         arguments = parse_object(f"{param}.input", block.get("input"))
-        check_depth(f"{param}.input", arguments)
+        check_json_size(f"{param}.input", arguments)
         self._call_ids.add(call_id)
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         return {"id": call_id, "type": "function", "function": function}

@@ -23,14 +23,13 @@ from forge.server.chat import MAX_THINKING_TOKENS
 from forge.server.chat_fields import ChatFields, TranslatedChat, build_chat
 from forge.server.errors import excerpt
 from forge.server.messages_api.content import MessageBuilder, check_cache_control
-from forge.server.nested_fields import (
-    check_keys,
-    parse_list,
-    parse_object,
-    parse_string,
+from forge.server.nested_fields import check_keys, parse_list, parse_object, parse_string
+from forge.server.protocol import (
+    IntegerField,
+    invalid_field_error,
+    missing_field_error,
     unsupported_error,
 )
-from forge.server.protocol import IntegerField, invalid_field_error, missing_field_error
 from forge.server.tools import MAX_TOOLS
 
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}

@@ -23,14 +23,8 @@ from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
 from forge.server.errors import excerpt
-from forge.server.nested_fields import (
-    check_keys,
-    parse_list,
-    parse_object,
-    parse_string,
-    unsupported_error,
-)
-from forge.server.protocol import invalid_field_error, missing_field_error
+from forge.server.nested_fields import check_keys, parse_list, parse_object, parse_string
+from forge.server.protocol import invalid_field_error, missing_field_error, unsupported_error
 
 MAX_ITEMS = 8192
 """Items of one conversation: those of its input and of earlier turns."""

@@ -20,13 +20,7 @@ from forge.errors import InvalidRequest
 from forge.server.chat import REASONING_EFFORTS
 from forge.server.chat_fields import ChatFields, TranslatedChat, build_chat
 from forge.server.errors import excerpt
-from forge.server.nested_fields import (
-    check_keys,
-    parse_list,
-    parse_object,
-    parse_string,
-    unsupported_error,
-)
+from forge.server.nested_fields import check_keys, parse_list, parse_object, parse_string
 from forge.server.protocol import (
     MAX_USER_CHARS,
     BooleanField,
@@ -36,6 +30,7 @@ from forge.server.protocol import (
     StringField,
     invalid_field_error,
     missing_field_error,
+    unsupported_error,
 )
 from forge.server.responses_api.items import Item, build_messages
 from forge.server.tools import MAX_TOOLS
