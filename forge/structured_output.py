@@ -41,6 +41,7 @@ from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.mask_threads import MIN_MASKS, MaskThreads
 from forge.reasoning_matcher import ReasoningMasks, ReasoningMatcher
 from forge.request import Reasoning, Structure, StructureKind, num_properties
+from forge.schema_grammar import prepare_schema
 from forge.sequence import GrammarMatcher
 from forge.tokenizer import Tokenizer, Vocabulary
 
@@ -89,9 +90,6 @@ ones has 1,607 items. With less fuel, Unicode classes within longer text, such a
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 """The end of every grammar. Without it, a mask first writes out all text that must follow, and no
 fuel bounds that: see wiki/Structured-output.md."""
-
-JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as json.dumps writes it. With free white space a model might write nothing else."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -530,11 +528,10 @@ def _build_schema_grammar(text: str) -> str:
         )
     _check_numbers(kind, schema)
     try:
-        document = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_SPACING)
-    except ValueError as error:  # half a surrogate pair
-        raise _invalid_structure_error(kind, ascii(str(error)[:200])[1:-1]) from None
-    (grammar,) = json.loads(document)["grammars"]
-    return _wrap_lark(f"start: @{grammar['name']}", grammar)
+        prepared = prepare_schema(schema)
+    except RecursionError:
+        raise _invalid_structure_error(kind, "it is nested too deep") from None
+    return _wrap_lark("start: @json", {"name": "json", "json_schema": prepared})
 
 
 def _wrap_lark(text: str, *others: dict[str, Any]) -> str:

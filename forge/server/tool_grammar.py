@@ -17,10 +17,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
+from forge.schema_grammar import prepare_schema
 from forge.server.tool_formats import CallableTool, ParameterSyntax, ToolCallFormat
 from forge.server.tool_parameters import ToolParameter, list_parameters
-
-JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class TerminalWriter:
@@ -47,9 +46,7 @@ class TerminalWriter:
 
 def write_json_rule(schema: Mapping[str, object] | bool) -> str:
     """Return the right side of a rule for JSON that the schema allows: any for `true`."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_SPACING})}"
+    return f"%json {json.dumps(prepare_schema(schema))}"
 
 
 class ToolGrammarBuilder:

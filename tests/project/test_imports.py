@@ -46,7 +46,7 @@ ENGINE_AND_BELOW = {
     *("pause", "pause_state", "weights", "weight_versions", "engine_checks", "steps_in_flight"),
     *("recorder", "grammar_backend", "matchers", "stop_strings"),
     "wait_reasons",
-    "schema_keywords",
+    *("schema_keywords", "schema_grammar", "schema_check"),
     *("reasoning_counter", "thinking_budget"),
 }
 HOSTS = {"engine_loop", "engine_messages", "engine_thread", "engine_process"}
@@ -71,6 +71,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "tier_options": {"config", "errors"},
     "timings": set(),
     "schema_keywords": set(),
+    "schema_grammar": {"schema_keywords"},
+    "schema_check": {"schema_grammar", "schema_keywords"},
     "request": {"errors", "schema_keywords", "timings"},
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
@@ -117,7 +119,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "reasoning_matcher": {"request", "sequence"},
     "structured_output": {
         *("errors", "feedback_queue", "mask_threads", "reasoning_matcher"),
-        *("request", "sequence", "tokenizer"),
+        *("request", "schema_grammar", "sequence", "tokenizer"),
     },
     "feedback_queue": set(),
     "grammar_sandbox": {"errors", "feedback_queue", "request", "structured_output", "tokenizer"},
@@ -223,6 +225,7 @@ ALLOWED_PACKAGES: dict[str, set[str]] = {
     "progress": {"tqdm"},
     "mask_threads": {"llguidance"},
     "structured_output": {"llguidance"},
+    "schema_check": {"llguidance"},
     "grammar_sandbox": {"llguidance"},
     "server.otel_traces": {"opentelemetry"},
     "weights_client": {"torch"},

@@ -1,0 +1,475 @@
+"""SchemaCheck: whether a finished JSON text has its schema once a parser has read it.
+
+Owns what a parser merges and a grammar cannot: two spellings of one name, a name that comes twice,
+a number that rounds to another. Knows no tokens and no request.
+
+    {"path": "/tmp/a", "\\u0070ath": "/etc"}    a grammar reads two names, a parser keeps the last
+
+Cost is bounded for any schema: each value is compared once with each schema, and comparisons are
+counted. Regexes are llguidance's, which never backtrack. No reference is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sized
+from fractions import Fraction
+from functools import cache
+from itertools import chain
+from math import isinf
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+import llguidance
+
+from forge.schema_grammar import prepare_schema
+from forge.schema_keywords import iterate_schemas, iterate_subschemas
+
+MAX_NESTING = 128
+"""Most lists and objects within each other: serde_json reads 128, and Python fewer than 1,000."""
+
+MAX_STEPS = 200_000
+"""Most comparisons with a keyword. 30,000 tokens are about 10,000 values."""
+
+CHARS_PER_STEP = 16
+"""Characters that a regex reads in about the time of a comparison."""
+
+_OLD_DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09")
+"""Drafts without `prefixItems`."""
+
+_TYPE_NAMES: dict[type, tuple[str, ...]] = {
+    **{type(None): ("null",), bool: ("boolean",), str: ("string",), list: ("array",)},
+    **{dict: ("object",), float: ("number",), int: ("number", "integer")},
+}
+
+
+class SchemaViolation(ValueError):
+    """A finished output does not have its schema."""
+
+
+def parse_json(text: str) -> Any:
+    """Return the JSON value. Raises SchemaViolation where parsers would return different ones."""
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_create_object,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_refuse_constant,
+        )
+    except SchemaViolation:
+        raise
+    except ValueError as error:
+        raise SchemaViolation(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise SchemaViolation(f"it nests more than {MAX_NESTING} deep") from None
+    _check_nesting(value)
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise SchemaViolation("it has half a surrogate pair") from None
+    return value
+
+
+def _create_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise SchemaViolation(f"the name {name[:64]!a} comes twice in an object")
+    return value
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if isinf(number):
+        raise SchemaViolation("it has a number that is too large for a double")
+    return number
+
+
+def _parse_int(text: str) -> int:
+    _parse_float(text)  # so it has at most 309 digits; Python itself refuses 4,301
+    return int(text)
+
+
+def _refuse_constant(name: str) -> None:
+    raise SchemaViolation(f"it has {name}, which is not JSON")
+
+
+def _check_nesting(value: Any) -> None:
+    """Raise SchemaViolation for a value that is too deep. Not recursive."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise SchemaViolation(f"it nests more than {MAX_NESTING} deep")
+        lists = (item if isinstance(item, list) else item.values() for item in level)
+        level = list(chain.from_iterable(lists))
+
+
+class _Comparison:
+    """Comparison of one value with a schema: each part of it once with each part of the schema.
+
+    compare and the rules return where the value differs, such as "/a/0: maximum", or None.
+    """
+
+    def __init__(self, rules: Mapping[int, list[_Rule]]) -> None:
+        self._rules = rules
+        self._num_left = MAX_STEPS
+        self._results: dict[tuple[int, int], str | None] = {}
+        self._frozen: dict[int, Any] = {}
+
+    def spend(self, num_steps: int) -> None:
+        """Raise ValueError where fewer steps are left."""
+        self._num_left -= num_steps
+        if self._num_left < 0:
+            raise ValueError(f"comparing it with its schema takes more than {MAX_STEPS} steps")
+
+    def compare(self, value: Any, schema: Any) -> str | None:
+        if not isinstance(schema, dict):
+            return ": false schema" if schema is False else None
+        key = id(value), id(schema)  # both outlive the comparison
+        if key in self._results:
+            return self._results[key]
+        rules = self._rules.get(id(schema), ())
+        self.spend(1 + len(rules))
+        problem = self._results[key] = None  # a schema that refers to itself adds nothing
+        for rule in rules:
+            problem = rule(value, self)
+            if problem is not None:
+                break
+        self._results[key] = problem
+        return problem
+
+    def freeze(self, value: Any) -> Any:
+        """Return the frozen value, which is computed once."""
+        if not isinstance(value, dict | list):
+            return _freeze(value)
+        if id(value) not in self._frozen:
+            self._frozen[id(value)] = _freeze(value)
+        return self._frozen[id(value)]
+
+
+_Rule = Callable[[Any, _Comparison], str | None]
+
+
+class SchemaCheck:
+    """Check of values against a schema, which must be one that llguidance compiles.
+
+    Its keywords are those that llguidance enforces; others are ignored. Any thread may call it.
+    """
+
+    def __init__(self, schema: Mapping[str, Any] | bool) -> None:
+        self._schema = schema
+        root = schema if isinstance(schema, dict) else {}
+        has_prefix_items = not any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
+        self._rules = {
+            id(each): list(_create_rules(each, has_prefix_items))
+            for each in iterate_schemas(schema)
+        }
+        for each, target in _resolve_references(schema):
+            self._rules[id(each)].append(_reference_rule(target))
+
+    def find_violation(self, text: str) -> str | None:
+        """Return why the JSON text does not have the schema, or None where it has.
+
+        Raises ValueError where that takes too many steps.
+        """
+        try:
+            return self.find_value_violation(parse_json(text))
+        except SchemaViolation as violation:
+            return str(violation)
+
+    def find_value_violation(self, value: Any) -> str | None:
+        """Return why a value of `parse_json` does not have the schema, or None where it has.
+
+        Raises ValueError where that takes too many steps.
+        """
+        try:
+            problem = _Comparison(self._rules).compare(value, self._schema)
+        except RecursionError:
+            raise ValueError("comparing it with its schema nests too deep") from None
+        if problem is None:
+            return None
+        pointer, _, keyword = problem.rpartition(": ")
+        return f"{keyword!r} does not allow its value at {pointer[:128] or '/'!a}"
+
+
+# Rules of keywords: functions of a value and its comparison. Each applies to its types only.
+
+
+def _create_rules(schema: dict[str, Any], has_prefix_items: bool) -> Iterator[_Rule]:
+    """Yield the rules of a schema, except that of its reference."""
+    for keyword, (kind, fits) in _FITS.items():
+        if keyword in schema:
+            yield from _simple_rules(keyword, schema, kind, fits)
+    for keyword, literals in (("const", [schema.get("const")]), ("enum", schema.get("enum"))):
+        if keyword in schema and isinstance(literals, list):
+            yield _literal_rule(keyword, frozenset(map(_freeze, literals)))
+    for keyword in ("pattern", "format"):
+        matcher = _create_matcher(keyword, schema.get(keyword))
+        if matcher is not None:
+            yield _text_rule(keyword, matcher)
+    for keyword, create in _COMBINATIONS.items():
+        if isinstance(schema.get(keyword), list):
+            yield create(schema[keyword])
+    if not schema.keys().isdisjoint(("properties", "patternProperties", "additionalProperties")):
+        yield _object_rule(schema)
+    if not schema.keys().isdisjoint(("items", "prefixItems", "additionalItems")):
+        yield _array_rule(schema, has_prefix_items)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _has_type(value: Any, names: Any) -> bool:
+    """Return whether the value has the type, or one of them. 1.0 is an integer."""
+    own = _TYPE_NAMES[type(value)]
+    if own == ("number",) and value.is_integer():
+        own = _TYPE_NAMES[int]
+    return any(name in own for name in ([names] if isinstance(names, str) else names))
+
+
+def _is_multiple(value: float, step: float) -> bool:
+    """Return whether the value is a multiple, as the decimal numbers that both are written as."""
+    return not step or Fraction(str(value)) % Fraction(str(step)) == 0
+
+
+def _has_all(value: dict[str, Any], names: list[str]) -> bool:
+    return all(name in value for name in names)
+
+
+def _is_at_least(value: Sized, size: int) -> bool:
+    return len(value) >= size
+
+
+def _is_at_most(value: Sized, size: int) -> bool:
+    return len(value) <= size
+
+
+_FITS: dict[str, tuple[type, Callable[[Any, Any], bool]]] = {
+    "type": (object, _has_type),
+    "minimum": (float, operator.ge),
+    "maximum": (float, operator.le),
+    "exclusiveMinimum": (float, operator.gt),
+    "exclusiveMaximum": (float, operator.lt),
+    "multipleOf": (float, _is_multiple),
+    "minLength": (str, _is_at_least),
+    "maxLength": (str, _is_at_most),
+    "minItems": (list, _is_at_least),
+    "maxItems": (list, _is_at_most),
+    "minProperties": (dict, _is_at_least),
+    "maxProperties": (dict, _is_at_most),
+    "required": (dict, _has_all),
+}
+"""Keyword -> type of its values, of which `float` is any number, and whether one fits."""
+
+
+def _simple_rules(
+    keyword: str, schema: dict[str, Any], kind: type, fits: Callable[[Any, Any], bool]
+) -> Iterator[_Rule]:
+    argument = schema[keyword]
+    if kind is float and isinstance(argument, bool):  # draft 4: whether the bound is excluded
+        if not argument:
+            return
+        argument = schema.get(keyword.removeprefix("exclusive").lower())
+        if argument is None:
+            return
+
+    def find(value: Any, comparison: _Comparison) -> str | None:
+        applies = _is_number(value) if kind is float else isinstance(value, kind)
+        return f": {keyword}" if applies and not fits(value, argument) else None
+
+    yield find
+
+
+def _literal_rule(keyword: str, literals: frozenset[Any]) -> _Rule:
+    def find(value: Any, comparison: _Comparison) -> str | None:
+        return None if comparison.freeze(value) in literals else f": {keyword}"
+
+    return find
+
+
+def _freeze(value: Any) -> Any:
+    """Return a value that is equal for equal JSON values: 1 and 1.0, but not 1 and true."""
+    if isinstance(value, bool):
+        return bool, value
+    if isinstance(value, list):
+        return list, tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return dict, frozenset((name, _freeze(item)) for name, item in value.items())
+    return value
+
+
+@cache
+def _byte_tokens() -> llguidance.LLTokenizer:
+    """Return a vocabulary with a token for each byte, whose id is the byte."""
+    return llguidance.LLTokenizer("byte")
+
+
+def _create_matcher(keyword: str, argument: Any) -> llguidance.LLMatcher | None:
+    """Return the matcher of a JSON string; None where every string matches."""
+    if not isinstance(argument, str):
+        return None
+    schema = prepare_schema({"type": "string", keyword: argument})
+    if not schema.keys() & {"pattern", "format"}:
+        return None
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+    matcher = llguidance.LLMatcher(_byte_tokens(), grammar, log_level=0)
+    return None if matcher.is_error() else matcher
+
+
+def _matches(matcher: llguidance.LLMatcher, text: str, comparison: _Comparison) -> bool:
+    """Return whether the text matches. Raises ValueError where that costs too much."""
+    comparison.spend(len(text) // CHARS_PER_STEP)
+    data = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").encode()
+    copy = matcher.deep_copy()
+    num_read = copy.try_consume_tokens(list(data))
+    if copy.is_error():
+        raise ValueError("a pattern of the schema is too complex")
+    return num_read == len(data) and copy.is_accepting()
+
+
+def _text_rule(keyword: str, matcher: llguidance.LLMatcher) -> _Rule:
+    def find(value: Any, comparison: _Comparison) -> str | None:
+        fits = not isinstance(value, str) or _matches(matcher, value, comparison)
+        return None if fits else f": {keyword}"
+
+    return find
+
+
+def _all_of_rule(schemas: list[Any]) -> _Rule:
+    def find(value: Any, comparison: _Comparison) -> str | None:
+        for schema in schemas:
+            problem = comparison.compare(value, schema)
+            if problem is not None:
+                return problem
+        return None
+
+    return find
+
+
+def _any_of_rule(schemas: list[Any]) -> _Rule:
+    def find(value: Any, comparison: _Comparison) -> str | None:
+        for schema in schemas:
+            if comparison.compare(value, schema) is None:
+                return None
+        return ": anyOf"
+
+    return find
+
+
+def _one_of_rule(schemas: list[Any]) -> _Rule:
+    def find(value: Any, comparison: _Comparison) -> str | None:
+        count = sum(comparison.compare(value, schema) is None for schema in schemas)
+        return None if count == 1 else ": oneOf"
+
+    return find
+
+
+_COMBINATIONS: dict[str, Callable[[list[Any]], _Rule]] = {
+    "allOf": _all_of_rule,
+    "anyOf": _any_of_rule,
+    "oneOf": _one_of_rule,
+}
+
+
+def _reference_rule(target: Any) -> _Rule:
+    return lambda value, comparison: comparison.compare(value, target)
+
+
+def _object_rule(schema: dict[str, Any]) -> _Rule:
+    properties, further = schema.get("properties") or {}, schema.get("additionalProperties", True)
+    patterns = [
+        (_create_matcher("pattern", pattern), each)
+        for pattern, each in (schema.get("patternProperties") or {}).items()
+    ]
+
+    def find(value: Any, comparison: _Comparison) -> str | None:
+        if not isinstance(value, dict):
+            return None
+        for name, item in value.items():
+            schemas = [properties[name]] if name in properties else []
+            schemas += (
+                each
+                for matcher, each in patterns
+                if matcher is None or _matches(matcher, name, comparison)
+            )
+            for each in schemas or (further,):
+                problem = comparison.compare(item, each)
+                if problem is not None:
+                    return f"/{name[:32]}{problem}"
+        return None
+
+    return find
+
+
+def _array_rule(schema: dict[str, Any], has_prefix_items: bool) -> _Rule:
+    items = schema.get("items", True)
+    prefix: Any = schema.get("prefixItems") if has_prefix_items else None
+    if isinstance(items, list):
+        prefix, items = items, schema.get("additionalItems", True)
+    elif "additionalItems" in schema:
+        prefix = None
+    prefix = prefix or []
+
+    def find(value: Any, comparison: _Comparison) -> str | None:
+        if not isinstance(value, list):
+            return None
+        for index, item in enumerate(value):
+            each = prefix[index] if index < len(prefix) else items
+            problem = comparison.compare(item, each)
+            if problem is not None:
+                return f"/{index}{problem}"
+        return None
+
+    return find
+
+
+# References.
+
+
+def _resolve_references(root: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield each schema that has a reference, and the schema within the root that it names.
+
+    Nothing for a reference to another document, which llguidance refuses.
+    """
+    resources: dict[str, Any] = {"": root}
+    references: list[tuple[dict[str, Any], str]] = []
+    stack = [(root, "")] if isinstance(root, dict) else []
+    while stack:
+        schema, base = stack.pop()
+        if isinstance(schema.get("$id"), str):
+            base = urljoin(base, schema["$id"]).removesuffix("#")
+            resources[base] = schema
+        if isinstance(schema.get("$anchor"), str):
+            resources[f"{base}#{schema['$anchor']}"] = schema
+        if isinstance(schema.get("$ref"), str):
+            references.append((schema, base))
+        stack += ((each, base) for each in iterate_subschemas(schema))
+    for schema, base in references:
+        reference = schema["$ref"]
+        uri = base + reference if reference.startswith("#") else urljoin(base, reference)
+        document, _, fragment = uri.partition("#")
+        if fragment.startswith("/"):
+            target = _find_pointer(resources.get(document), fragment)
+        else:
+            target = resources.get(uri.removesuffix("#"))
+        if target is not None:
+            yield schema, target
+
+
+def _find_pointer(value: Any, pointer: str) -> Any:
+    """Return the value that a JSON pointer names, or None."""
+    for part in unquote(pointer).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict):
+            value = value.get(name)
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return value
