@@ -27,23 +27,18 @@ from starlette.types import Receive, Scope, Send
 from forge.ray.call import Call, ReplicaLost, ResponseHead
 from forge.ray.routing_key import create_routing_key
 from forge.server.body import MAX_BODY_BYTES, THREAD_MIN_BYTES
-from forge.server.errors import (
-    APIError,
-    ClientDisconnected,
-    anthropic_envelope,
-    create_error_response,
-    excerpt,
-    is_anthropic_path,
-)
+from forge.server.error_responses import create_error_response
+from forge.server.errors import APIError, ClientDisconnected, anthropic_envelope, excerpt
 from forge.server.generation import run_until_disconnect
+from forge.server.routes import ROUTES, SESSION, RouteTable, path_error, route_spec, to_route_scope
 from forge.server.sse import encode_event, encode_named_event
 
 LOG = logging.getLogger("forge.ray")
 
 MAX_ATTEMPTS = 4
 """Replicas that a request may lose, and one that serves it."""
-REPLICA_PATHS = ("/metrics", "/load", "/reset_prefix_cache", "/resize_kv_cache")
-"""Routes about one replica, which a fleet does not have."""
+FLEET_ROUTES = RouteTable([spec.bind() for spec in ROUTES])
+"""Finds the routes of the replicas. They handle the requests."""
 PING = b":"
 
 SendCall = Callable[[Call], AsyncGenerator[ResponseHead | bytes, None]]
@@ -62,12 +57,13 @@ class Ingress:
 
     async def __call__(self, request: Request) -> Response:
         """Return the response to a request, which is forwarded when the response is sent."""
-        path = request.scope["path"]
-        if path in REPLICA_PATHS:
-            return create_error_response(
-                APIError(404, "not_found", f"'{excerpt(path)}' is a route of one replica"),
-                request.scope,
-            )
+        scope = FLEET_ROUTES.find(to_route_scope(request.scope))
+        path = scope["path"]
+        error = path_error(scope)
+        if error is None and route_spec(scope).is_about_replica:
+            error = APIError(404, "not_found", f"'{excerpt(path)}' is a route of one replica")
+        if error is not None:
+            return create_error_response(error, scope)
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -78,24 +74,29 @@ class Ingress:
                         "request_too_large",
                         f"The body is above {MAX_BODY_BYTES} bytes. Send less",
                     ),
-                    request.scope,
+                    scope,
                 )
-        raw, headers = bytes(body), tuple(request.scope["headers"])
+        raw, headers = bytes(body), tuple(scope["headers"])
+        session_id = scope["path_params"]["id"] if route_spec(scope) is SESSION else ""
         if len(raw) > THREAD_MIN_BYTES:
-            key = await asyncio.to_thread(create_routing_key, path, headers, raw)
+            key = await asyncio.to_thread(create_routing_key, session_id, headers, raw)
         else:
-            key = create_routing_key(path, headers, raw)
-        call = Call(request.method, path, request.scope["query_string"], headers, raw, key)
-        return ForwardedResponse(call, self._send, self._lost_errors)
+            key = create_routing_key(session_id, headers, raw)
+        call = Call(request.method, path, scope["query_string"], headers, raw, key)
+        return ForwardedResponse(call, scope, self._send, self._lost_errors)
 
 
 class ForwardedResponse(Response):
-    """The response of a replica, or of the last of several."""
+    """The response of a replica, or of the last of several.
+
+    scope   of the request, with its route
+    """
 
     def __init__(
-        self, call: Call, send: SendCall, lost_errors: tuple[type[BaseException], ...]
+        self, call: Call, scope: Scope, send: SendCall, lost_errors: tuple[type[BaseException], ...]
     ) -> None:
         self._call = call
+        self._scope = scope
         self._send = send
         self._lost_errors = lost_errors
         self._head_is_sent = False
@@ -129,14 +130,11 @@ class ForwardedResponse(Response):
             else f"{MAX_ATTEMPTS} replicas ended before they served this request. Send it later",
         )
         if not self._head_is_sent:
-            await create_error_response(failure, scope)(scope, receive, send)
+            await create_error_response(failure, self._scope)(scope, receive, send)
             return
         # Without its last event a reader can detect that the text is cut.
-        body = failure.envelope
-        if is_anthropic_path(call.path):
-            body = anthropic_envelope(failure, None)
-        event = _encode_event(json.dumps(body, separators=(",", ":")), call.path)
-        await _send_body(send, event.encode(), more_body=False)
+        body = route_spec(self._scope).envelope(failure, None)
+        await self._send_error_event(json.dumps(body, separators=(",", ":")), send)
 
     async def _attempt(self, call: Call, send: Send) -> None:
         """Forward the response of one replica. Raises one of the errors of a lost replica."""
@@ -158,8 +156,7 @@ class ForwardedResponse(Response):
 
     async def _send_whole(self, head: ResponseHead, body: bytes, send: Send) -> None:
         if self._head_is_sent:  # of a stream that has lost its replica: pings have been sent
-            event = _encode_event(body.decode(), self._call.path)
-            await _send_body(send, event.encode(), more_body=False)
+            await self._send_error_event(body.decode(), send)
             return
         await self._send_head(head, send)
         await _send_body(send, body, more_body=False)
@@ -175,12 +172,11 @@ class ForwardedResponse(Response):
             }
         )
 
-
-def _encode_event(error: str, path: str) -> str:
-    """Return the event of an error, of the form of the API that the path is of."""
-    if is_anthropic_path(path):
-        return encode_named_event("error", error)
-    return encode_event(error)
+    async def _send_error_event(self, error: str, send: Send) -> None:
+        """End the stream with an error, in the form of the API that the route is of."""
+        is_named = route_spec(self._scope).envelope is anthropic_envelope
+        event = encode_named_event("error", error) if is_named else encode_event(error)
+        await _send_body(send, event.encode(), more_body=False)
 
 
 async def _send_body(send: Send, body: bytes, *, more_body: bool) -> None:

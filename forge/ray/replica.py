@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import Message
 
@@ -145,7 +146,7 @@ def _create_scope(call: Call) -> dict[str, Any]:
         "method": call.method,
         "scheme": "http",
         "path": call.path,
-        "raw_path": call.path.encode(),
+        "raw_path": quote(call.path).encode(),
         "query_string": call.query,
         "root_path": "",
         "headers": list(call.headers),

@@ -43,17 +43,17 @@ class RoutingKey(NamedTuple):
     session_id: str
 
 
-def create_routing_key(path: str, headers: Headers, raw_body: bytes) -> RoutingKey:
+def create_routing_key(path_session_id: str, headers: Headers, raw_body: bytes) -> RoutingKey:
     """Return the key of a request. A body that is not JSON has no prefix: a replica refuses it.
 
-    path   its route: a session is also named by /v1/sessions/ID
+    path_session_id   session that the path names, "" where it names none
     """
     tenant = _tenant(headers)
     body = _parse_object(raw_body)
     prompt = b"".join(_prompt_parts(body))
     root = repr((tenant, _text(body, "cache_salt"), _text(body, "model"))).encode()
     hashes = _chain_hashes(root, prompt)
-    session_id = _session_id(path, headers, body)[:MAX_SESSION_CHARS]
+    session_id = (path_session_id or _session_id(headers, body))[:MAX_SESSION_CHARS]
     return RoutingKey(hashes, len(prompt) // BYTES_PER_TOKEN, tenant, session_id)
 
 
@@ -111,10 +111,8 @@ def _tenant(headers: Headers) -> str:
     return "" if value is None else blake2b(value, digest_size=8).hexdigest()
 
 
-def _session_id(path: str, headers: Headers, body: dict[str, Any]) -> str:
-    """Return the session as a replica reads it: of the path, the body, the header or the cache."""
-    if path.startswith("/v1/sessions/"):
-        return path.removeprefix("/v1/sessions/")
+def _session_id(headers: Headers, body: dict[str, Any]) -> str:
+    """Return the session as a replica reads it: of the body, the header or the cache."""
     header = next((value for name, value in headers if name == SESSION_HEADER), b"")
     return (
         _text(body, "session_id")

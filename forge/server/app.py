@@ -1,7 +1,7 @@
 """The ASGI application: the routes of one engine.
 
 Owns which path does what. Knows no socket: any ASGI server can run it. Errors are raised as
-exceptions; errors.EXCEPTION_HANDLERS makes each a response.
+exceptions; error_responses.EXCEPTION_HANDLERS makes each a response.
     SecurityMiddleware ──► router ─┬─ POST /v1/completions ─┐
                                    ├─ POST /v1/chat/complet…┤
                                    ├─ /v1/responses, ...    ┤     responses_api/
@@ -33,13 +33,12 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from forge.async_llm import AsyncLLM
 from forge.limits import DEFAULT_LIMITS, Limits
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import SamplingParams
-from forge.server import batch_chat, chat, generation
+from forge.server import batch_chat, chat, generation, routes
 from forge.server.admission import AdmissionQueue
 from forge.server.batch_chat import BatchChatRequest, BatchChatResponse
 from forge.server.chat import ChatCompletionResponse, ChatRequest
@@ -50,11 +49,8 @@ from forge.server.completions import (
     GenerateRequest,
     end_fields,
 )
-from forge.server.errors import (
-    EXCEPTION_HANDLERS,
-    APIError,
-    engine_dead_error,
-)
+from forge.server.error_responses import EXCEPTION_HANDLERS
+from forge.server.errors import APIError, engine_dead_error
 from forge.server.film import FilmFeed
 from forge.server.home import HomeEndpoint
 from forge.server.json_route import handle_json
@@ -67,6 +63,7 @@ from forge.server.protocol import NamedPrompt, parse_request
 from forge.server.request_defaults import NO_DEFAULTS, RequestDefaults
 from forge.server.request_head import RequestHead
 from forge.server.responses_api.endpoints import ResponsesEndpoints
+from forge.server.routes import Access, APIRoute, RouteTable
 from forge.server.score import ScoreEndpoints
 from forge.server.served_model import ServedModel
 from forge.server.sessions import SessionEndpoints
@@ -78,7 +75,7 @@ from forge.server.time_slicing import SlicedWork
 from forge.server.timings import AnswerTimings
 from forge.server.tokenization import TokenizationEndpoints
 from forge.server.traces import RequestTraces, TraceMiddleware
-from forge.server.trainers import ADMIN_PATHS, TrainerEndpoints
+from forge.server.trainers import TrainerEndpoints
 from forge.server.weights_socket import WeightsSocket
 from forge.trainer_access import TrainerAccess
 
@@ -111,7 +108,7 @@ def create_app(
     """Build the server's application on this engine, which it closes at its shutdown.
 
     served_model_name   name that requests give for the model; default: the name it was loaded by
-    api_keys            where there are any, every route outside middleware.PUBLIC_PATHS needs one
+    api_keys            where there are any, every route but the probes needs one
     hosts               where set, the host names that requests may use for the server
     limits              bounds on requests; the HTTP server applies those on connections
     metrics_compat      vllm: /metrics has vLLM's names too
@@ -139,19 +136,12 @@ def create_app(
 
     if traces is not None:
         llm.add_observer(traces)
-    trainers = None if trainer_access is None else TrainerEndpoints(llm, trainer_access)
-    admin_keys = None if trainer_access is None else Tenants((trainer_access.admin_key,))
-
-    app = Starlette(
-        routes=[
-            Route("/v1/completions", endpoints.completions, methods=["POST"]),
-            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-            Route("/v1/chat/completions/batch", endpoints.batch_chat, methods=["POST"]),
-            Route("/invocations", endpoints.invocations, methods=["POST"]),
-            Route("/generate", endpoints.generate, methods=["POST"]),
-            Route("/v1/models", endpoints.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-            Route("/healthz", endpoints.health, methods=["GET"]),
+    keys = {Access.CLIENT: tenants}
+    if trainer_access is not None:
+        keys[Access.ADMIN] = Tenants((trainer_access.admin_key,))
+    table = RouteTable(
+        [
+            *endpoints.routes(),
             *(HomeEndpoint(served_model.name) if film is None else film).routes(),
             *ResponsesEndpoints(queue, served_model, formats, tenants.count).routes(),
             *MessagesEndpoints(queue, served_model, formats).routes(),
@@ -159,17 +149,18 @@ def create_app(
             *SessionEndpoints(llm).routes(),
             *OperationsEndpoints(llm).routes(),
             *TokenizationEndpoints(llm, served_model).routes(),
-            *([] if trainers is None else trainers.routes()),
-            Route("/metrics", metrics.scrape, methods=["GET"]),
-            Route("/openapi.json", openapi, methods=["GET"]),
+            *([] if trainer_access is None else TrainerEndpoints(llm, trainer_access).routes()),
+            routes.METRICS.bind(GET=metrics.scrape),
+            routes.OPENAPI.bind(GET=openapi),
         ],
+        lifespan=lambda app: _lifespan(queue, metrics, traces, weights_socket),
+    )
+    app = Starlette(
         middleware=[
             Middleware(
                 SecurityMiddleware,
-                tenants=tenants,
-                admin_keys=admin_keys,
-                admin_paths=ADMIN_PATHS if admin_keys else (),
-                keyless_paths=() if film is None else ("/",),
+                routes=table,
+                keys=keys,
                 hosts=hosts,
                 root_path=root_path,
                 on_response=metrics.stats.count_response,
@@ -177,10 +168,9 @@ def create_app(
             *([] if traces is None else [Middleware(TraceMiddleware, traces=traces)]),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
-        lifespan=lambda app: _lifespan(queue, metrics, traces, weights_socket),
     )
+    app.router = table
     setattr(app.state, COUNT_RESPONSE, metrics.stats.count_response)
-    app.router.redirect_slashes = False  # a path with another slash is an unknown path
     return app
 
 
@@ -221,6 +211,19 @@ class InferenceEndpoints:
         self._llm = queue.llm
         self._served_model = served_model
         self._created_s = int(time.time())
+
+    def routes(self) -> list[APIRoute]:
+        """Return the routes with their handlers."""
+        return [
+            routes.COMPLETIONS.bind(POST=self.completions),
+            routes.CHAT.bind(POST=self.chat),
+            routes.BATCH_CHAT.bind(POST=self.batch_chat),
+            routes.INVOCATIONS.bind(POST=self.invocations),
+            routes.GENERATE.bind(POST=self.generate),
+            routes.MODELS.bind(GET=self.models),
+            routes.MODEL.bind(GET=self.model),
+            routes.HEALTHZ.bind(GET=self.health),
+        ]
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""

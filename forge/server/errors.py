@@ -15,22 +15,14 @@ escaped and cut. The cause of an internal error is logged and not sent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
-
-from forge.errors import EngineClosed, EngineDead, InvalidRequest
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 MAX_MESSAGE_CHARS = 512
 MAX_EXCERPT_CHARS = 64
 NO_RETRY_HEADERS = {"x-should-retry": "false"}
 """Official clients retry a 5xx response unless this header says that the result would be equal."""
 CLOSE_HEADERS = {"connection": "close"}
-ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -40,7 +32,6 @@ ANTHROPIC_ERROR_TYPES = {
     504: "timeout_error",
 }
 """Error types of Anthropic's API by status, other than api_error and invalid_request_error."""
-SCORE_PATH = "/v1/score"
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 """Error types by status, other than server_error and invalid_request_error."""
 
@@ -74,6 +65,10 @@ class ClientDisconnected(Exception):
     """The client closed the connection; a response has no reader."""
 
 
+Envelope: TypeAlias = Callable[[APIError, str | None], dict[str, object]]
+"""Returns the JSON body of an error, of a request with this id; None: it has none."""
+
+
 def excerpt(text: str) -> str:
     """Return text of a client as part of a message: escaped and cut."""
     return text[:MAX_EXCERPT_CHARS].encode("unicode_escape").decode()
@@ -88,6 +83,11 @@ def envelope(status: int, message: str, param: str | None, code: str) -> dict[st
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
+def openai_envelope(error: APIError, request_id: str | None) -> dict[str, object]:
+    """Return the JSON body of an error in OpenAI's API, which has no id of the request."""
+    return error.envelope
+
+
 def anthropic_envelope(error: APIError, request_id: str | None) -> dict[str, object]:
     """Return the JSON body of an error in Anthropic's API. The message begins with the field."""
     error_type = ANTHROPIC_ERROR_TYPES.get(
@@ -100,7 +100,7 @@ def anthropic_envelope(error: APIError, request_id: str | None) -> dict[str, obj
     }
 
 
-def score_envelope(error: APIError) -> dict[str, object]:
+def score_envelope(error: APIError, request_id: str | None) -> dict[str, object]:
     """Return the JSON body of an error of /v1/score. Its code is the status, as in SGLang."""
     return {
         "object": "error",
@@ -265,89 +265,3 @@ def server_error() -> APIError:
     return APIError(
         500, "internal_error", "The server failed; its log has the reason", headers=NO_RETRY_HEADERS
     )
-
-
-def create_error_response(error: APIError, scope: Scope) -> Response:
-    """Return the response of the error, in the shape of the API that the request's path is of.
-
-    scope   of the request; its state has its id, where it passed SecurityMiddleware
-    """
-    body = error.envelope
-    if is_anthropic_path(scope["path"]):
-        body = anthropic_envelope(error, scope.get("state", {}).get("request_id"))
-    elif scope["path"] == SCORE_PATH:
-        body = score_envelope(error)
-    return JSONResponse(body, error.status, error.headers)
-
-
-def is_anthropic_path(path: str) -> bool:
-    """Return whether a path is of Anthropic's API."""
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-
-
-class NoResponse(Response):
-    """A response that sends nothing, because the client is gone."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Return at once."""
-
-
-async def _handle_api_error(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, APIError)
-    return create_error_response(exc, request.scope)
-
-
-async def _handle_invalid_request(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, InvalidRequest)
-    error = APIError(400, exc.code, str(exc), param=exc.field)
-    return create_error_response(error, request.scope)
-
-
-async def _handle_engine_dead(request: Request, exc: Exception) -> Response:
-    return create_error_response(engine_dead_error(), request.scope)
-
-
-async def _handle_engine_closed(request: Request, exc: Exception) -> Response:
-    return create_error_response(shutting_down_error(), request.scope)
-
-
-async def _handle_disconnect(_: Request, exc: Exception) -> Response:
-    return NoResponse()
-
-
-def _meant_path(path: str, known: Collection[str]) -> str | None:
-    """Return the path of a route that a client with another base URL meant, or None."""
-    bare_path = "/" + path.strip("/")
-    for each in (bare_path, f"/v1{bare_path}", bare_path.removeprefix("/v1")):
-        if each in known:
-            return each
-    return None
-
-
-async def _handle_http_exception(request: Request, exc: Exception) -> Response:
-    """Return the error of an unknown path, or of a method that the path does not have."""
-    assert isinstance(exc, HTTPException)
-    path = excerpt(request.scope["path"])
-    code, message = "http_error", f"{path}: {excerpt(str(exc.detail))}"
-    if exc.status_code == 404:
-        paths = {route.path for route in request.app.routes if isinstance(route, Route)}
-        meant = _meant_path(request.scope["path"], paths)
-        remedy = "All routes are in /openapi.json" if meant is None else f"Use {meant}"
-        code, message = "not_found", f"There is nothing at {path}. {remedy}"
-    if exc.status_code == 405:
-        allowed = " or ".join(sorted((exc.headers or {})["Allow"].split(", ")))
-        code = "method_not_allowed"
-        message = f"{path} does not take {excerpt(request.method)}. Use {allowed}"
-    error = APIError(exc.status_code, code, message, headers=exc.headers)
-    return create_error_response(error, request.scope)
-
-
-EXCEPTION_HANDLERS = {
-    APIError: _handle_api_error,
-    InvalidRequest: _handle_invalid_request,
-    EngineDead: _handle_engine_dead,
-    EngineClosed: _handle_engine_closed,
-    ClientDisconnected: _handle_disconnect,
-    HTTPException: _handle_http_exception,
-}
-"""Handler of each exception, for Starlette. SecurityMiddleware handles all others, as bugs."""

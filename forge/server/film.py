@@ -21,7 +21,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from forge.async_llm import AsyncLLM, RequestObserver
@@ -32,10 +31,12 @@ from forge.film.state import Line
 from forge.limits import DEFAULT_LIMITS
 from forge.outputs import TextDelta
 from forge.request import Request as EngineRequest
+from forge.server import routes
 from forge.server.errors import APIError, ClientDisconnected, engine_dead_error
 from forge.server.generation import run_until_disconnect
 from forge.server.home import HEADERS
 from forge.server.middleware import SHUTTING_DOWN
+from forge.server.routes import APIRoute
 from forge.server.sse import EventStream, encode_event
 
 MAX_READERS = 8
@@ -115,12 +116,9 @@ class FilmFeed:
         self._page, self._content_policy = build_live_page("forge")
         llm.add_observer(self)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[APIRoute]:
         """Return the routes with their handlers."""
-        return [
-            Route("/", self.page, methods=["GET"]),
-            Route("/film", self.stream, methods=["GET"], include_in_schema=False),
-        ]
+        return [routes.FILM_PAGE.bind(GET=self.page), routes.FILM.bind(GET=self.stream)]
 
     async def page(self, request: Request) -> Response:
         """GET /. The page has nothing of the engine: it reads /film with its reader's key."""

@@ -10,9 +10,10 @@ from html import escape
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
 
 from forge import __version__
+from forge.server import routes
+from forge.server.routes import APIRoute
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; base-uri 'none'; form-action 'none'",
@@ -47,9 +48,9 @@ class HomeEndpoint:
     def __init__(self, model_name: str) -> None:
         self._page = PAGE.format(version=escape(__version__), model=escape(model_name))
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[APIRoute]:
         """Return the route with its handler."""
-        return [Route("/", self.home, methods=["GET"])]
+        return [routes.HOME.bind(GET=self.home)]
 
     async def home(self, request: Request) -> Response:
         """GET /."""

@@ -1,12 +1,12 @@
 """SecurityMiddleware: the outermost layer of the server, with request ids, the key and the checks.
 
-Owns which requests may enter, and the response to a bug of the server. Knows only the public
-routes. Default deny: with API keys, every path that is not public needs one, whether or not it
-exists. A request that may change something must come from this origin and have no body but JSON,
-whatever its path is. Each check is bounded by those before it, so no length or content of a request
-makes one slow.
+Owns which requests may enter, and the response to a bug of the server. Knows no path: it finds the
+route of a request, once, and the route says which clients may enter. Default deny: with API keys, a
+path without a route needs one too. A request that may change something must come from this origin
+and have no body but JSON, whatever its path is. Each check is bounded by those before it, so no
+length or content of a request makes one slow.
 
-    client ──► SecurityMiddleware ── id, head, host, key, origin, type ──► Starlette ──► routes
+    client ──► SecurityMiddleware ── route, id, path, head, host, key, origin, type ──► its handler
                  ├── 400, 401, 403, 415, 421, 431
                  ├── 503 ◄── the server shuts down, or has too many connections
                  └── 500 ◄── an exception without a handler
@@ -18,29 +18,28 @@ import ipaddress
 import logging
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable
-from urllib.parse import unquote
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge.errors import InvalidConfig
 from forge.server.body import media_type_error
+from forge.server.error_responses import create_error_response
 from forge.server.errors import (
     CLOSE_HEADERS,
     APIError,
     bad_framing_error,
     bad_host_error,
-    create_error_response,
     cross_origin_error,
     excerpt,
     headers_too_large_error,
     server_error,
     shutting_down_error,
 )
+from forge.server.routes import Access, RouteTable, path_error, route_spec, to_route_scope
 from forge.server.tenants import Tenants
 
 LOG = logging.getLogger("forge.server")
-PUBLIC_PATHS = frozenset({"/healthz", "/health", "/livez", "/ping", "/readyz"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Methods that change nothing (RFC 9110, 9.2.1)."""
 MAX_HEADERS = 100
@@ -53,17 +52,14 @@ OVERFLOW = "crowded"
 
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_ABSOLUTE_URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 
 
 class SecurityMiddleware:
     """ASGI middleware. Requests that pass have `request_id` in their state.
 
-    tenants       API keys, of which a request outside PUBLIC_PATHS needs one; its state has the
-                  `tenant`
-    admin_keys    keys of `admin_paths`, which no other path takes; None: there are no such paths
-    keyless_paths paths that need no key, and have all other checks
+    routes        find the route of each request
+    keys          those of each access that needs one; the state of its requests has the `tenant`
     root_path     beginning of paths that is left out, where a path has it
     on_response   called with the status of every response
     """
@@ -71,21 +67,17 @@ class SecurityMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        tenants: Tenants,
+        routes: RouteTable,
+        keys: Mapping[Access, Tenants],
         hosts: Collection[str] | None = None,
         on_response: Callable[[int], None] = lambda status: None,
-        admin_keys: Tenants | None = None,
-        admin_paths: Collection[str] = (),
-        keyless_paths: Collection[str] = (),
         root_path: str = "",
     ) -> None:
         self._root_path = root_path
         self._app = app
         self._on_response = on_response
-        self._tenants = tenants
-        self._admin_keys = admin_keys
-        self._admin_paths = frozenset(admin_paths)
-        self._keyless_paths = frozenset(keyless_paths)
+        self._routes = routes
+        self._keys = keys
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,8 +88,8 @@ class SecurityMiddleware:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # no route has WebSockets
             return
-        # Before every check, so that all of them and the router see one path.
-        scope = _without_root_path(_to_origin_form(scope), self._root_path)
+        # Before every check: all of them and the dispatch read this route.
+        scope = self._routes.find(to_route_scope(scope, self._root_path))
         client_id = _single_header(scope, b"x-request-id")
         generated_id = secrets.token_hex(12)
         response_id, request_id = generated_id.encode(), generated_id
@@ -141,44 +133,43 @@ class SecurityMiddleware:
 
     def _request_error(self, scope: Scope) -> APIError | None:
         """Return the error of a request that may not enter, or None."""
-        # The path that the router uses, not one rebuilt from a header that a client controls.
-        is_public = scope["path"] in PUBLIC_PATHS
+        access = route_spec(scope).access
+        is_probe = access is Access.PROBE
         return (
-            _head_error(scope)
-            or (None if is_public else _overflow_error(scope["state"].get(OVERFLOW)))
-            or self._host_error(scope, is_public)
-            or (None if is_public else self._key_error(scope))
+            path_error(scope)
+            or _head_error(scope)
+            or (None if is_probe else _overflow_error(scope["state"].get(OVERFLOW)))
+            or self._host_error(scope, is_probe)
+            or self._key_error(scope, access)
             or (None if scope["method"] in SAFE_METHODS else _unsafe_request_error(scope))
             or (
                 shutting_down_error()
-                if scope["state"].get(SHUTTING_DOWN) and not is_public
+                if scope["state"].get(SHUTTING_DOWN) and not is_probe
                 else None
             )
         )
 
-    def _host_error(self, scope: Scope, is_public: bool) -> APIError | None:
+    def _host_error(self, scope: Scope, is_probe: bool) -> APIError | None:
         header = _single_header(scope, b"host")
         if header is None:
-            if is_public and scope.get("http_version") == "1.0" and not _has_header(scope, b"host"):
+            if is_probe and scope.get("http_version") == "1.0" and not _has_header(scope, b"host"):
                 return None  # probes with HTTP/1.0 send no host
             return bad_host_error("the request must have exactly one", "Send one")
         text = header.decode("latin-1")
         match = _HOST.fullmatch(text)
         if match is None:
             return bad_host_error(f"'{excerpt(text)}' is not a name and a port", "Send NAME:PORT")
-        # A probe uses the machine's address, and a public path reveals nothing.
-        if self._hosts is None or is_public or is_allowed_host(match[1], self._hosts):
+        # A probe uses the machine's address, and its response reveals nothing.
+        if self._hosts is None or is_probe or is_allowed_host(match[1], self._hosts):
             return None
         remedy = "Start the server with --allowed-hosts, or call it by its own name"
         return bad_host_error(f"'{excerpt(text)}' is not this server", remedy, status=421)
 
-    def _key_error(self, scope: Scope) -> APIError | None:
+    def _key_error(self, scope: Scope, access: Access) -> APIError | None:
         """Put the tenant into the request's state; return the error of a request without a key."""
-        if scope["path"] in self._keyless_paths:
+        if access in (Access.PROBE, Access.PAGE):
             return None
-        keys = self._tenants
-        if route_path(scope) in self._admin_paths and self._admin_keys is not None:
-            keys = self._admin_keys
+        keys = self._keys[access]
         if _has_header(scope, b"authorization"):
             tenant = keys.of_request(_single_header(scope, b"authorization"))
         else:  # clients of Anthropic's API
@@ -223,26 +214,12 @@ def _has_header(scope: Scope, name: bytes) -> bool:
     return any(key == name for key, _ in scope["headers"])
 
 
-def route_path(scope: Scope) -> str:
-    """Return the path that the router uses: without the one at which the application is mounted."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
-
-
 def check_root_path(root_path: str) -> None:
     """Raise InvalidConfig unless it is "" or the beginning of a path, such as /llm."""
     if not _ROOT_PATH.fullmatch(root_path):
         raise InvalidConfig(
             "root_path", f"{root_path[:64]!r} is not the beginning of a path", "Give /llm, say"
         )
-
-
-def _without_root_path(scope: Scope, root_path: str) -> Scope:
-    """Return the scope with its path after the root path, where the path has that."""
-    path: str = scope["path"]
-    if not root_path or not path.startswith(f"{root_path}/"):
-        return scope
-    return {**scope, "path": path.removeprefix(root_path)}
 
 
 def _head_error(scope: Scope) -> APIError | None:
@@ -261,24 +238,6 @@ def _head_error(scope: Scope) -> APIError | None:
     if {b"content-length", b"transfer-encoding"} <= names:
         return bad_framing_error("There are both content-length and transfer-encoding")
     return None
-
-
-def _to_origin_form(scope: Scope) -> Scope:
-    """Return the scope with a path for its target, where that was a whole URL.
-
-    The URL's host replaces the host header (RFC 9112, 3.2.2).
-    """
-    match = _ABSOLUTE_URL.fullmatch(scope.get("raw_path") or b"")
-    if match is None:
-        return scope
-    headers = [header for header in scope["headers"] if header[0] != b"host"]
-    path: bytes = match[2] or b"/"
-    return {
-        **scope,
-        "raw_path": path,
-        "path": unquote(path.decode("latin-1")),
-        "headers": [(b"host", match[1]), *headers],
-    }
 
 
 def _unsafe_request_error(scope: Scope) -> APIError | None:

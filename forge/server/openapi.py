@@ -17,13 +17,13 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from forge import __version__
 from forge.server.batch_chat import BatchChatRequest
 from forge.server.chat import ChatRequest
 from forge.server.completions import CompletionRequest, GenerateRequest
-from forge.server.errors import SCORE_PATH, is_anthropic_path
+from forge.server.errors import Envelope, anthropic_envelope, openai_envelope, score_envelope
 from forge.server.json_schema import (
     BOOLEAN,
     COUNT,
@@ -43,6 +43,7 @@ from forge.server.protocol import SESSION_ID, RequestBody
 from forge.server.request_head import SESSION_HEADER
 from forge.server.responses_api.request import ResponsesRequest
 from forge.server.responses_api.schemas import DELETED, INPUT_ITEMS, RESPONSE
+from forge.server.routes import SCORE, APIRoute, RouteSpec
 from forge.server.score import ScoreRequest
 from forge.server.timings import METRICS, TIMINGS
 from forge.server.tokenization import DetokenizeRequest, TokenizeRequest
@@ -56,7 +57,7 @@ REQUEST_MODELS: dict[str, type[RequestBody]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/generate": GenerateRequest,
-    SCORE_PATH: ScoreRequest,
+    SCORE.path: ScoreRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/resize_kv_cache": ResizeRequest,
@@ -76,7 +77,7 @@ SUMMARIES = {
     "/v1/messages": "A message, or a stream of its events, in Anthropic's API",
     "/v1/messages/count_tokens": "Tokens of the prompt of a message",
     "/generate": "A completion with its token ids",
-    SCORE_PATH: "How likely tokens are to follow texts",
+    SCORE.path: "How likely tokens are to follow texts",
     "/v1/models": "The model of this server, in a list",
     "/v1/models/{name}": "The model of this name",
     "/v1/sessions/{id}": "End a session of this key's tenant",
@@ -105,7 +106,7 @@ REQUIRED = {
     "/v1/messages": ("max_tokens", "messages"),
     "/v1/messages/count_tokens": ("messages",),
     "/generate": ("prompt",),
-    SCORE_PATH: ("query", "items", "label_token_ids"),
+    SCORE.path: ("query", "items", "label_token_ids"),
     "/tokenize": (),  # a prompt, or the messages of a chat
     "/detokenize": ("tokens",),
     "/resize_kv_cache": ("num_blocks",),
@@ -122,7 +123,6 @@ STREAMING_PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/invocations"),
     *("/v1/responses", "/v1/messages"),
 )
-GENERATION_PATHS = (*STREAMING_PATHS, "/generate", SCORE_PATH, "/v1/chat/completions/batch")
 PROBE_PATHS = ("/health", "/ping")
 EMPTY_RESPONSE_PATHS = (*PROBE_PATHS, "/reset_prefix_cache", "/resize_kv_cache")
 
@@ -237,7 +237,7 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
         **WEIGHTS,
         **TIMINGS,
     ),
-    SCORE_PATH: object_schema(
+    SCORE.path: object_schema(
         object={"const": "scoring"},
         model=STRING,
         scores=list_schema(list_schema({"type": "number", "minimum": 0, "maximum": 1})),
@@ -346,8 +346,16 @@ SCORE_ERROR_SCHEMA = {
         param=or_null(STRING),
         code=COUNT,
     ),
-    "description": f"Body of every response of {SCORE_PATH} that is not a success.",
+    "description": f"Body of every response of {SCORE.path} that is not a success.",
 }
+
+
+ERROR_SCHEMA_NAMES: dict[Envelope, str] = {
+    openai_envelope: "Error",
+    anthropic_envelope: "MessagesError",
+    score_envelope: "ScoreError",
+}
+"""Schema of the errors of each shape."""
 
 
 def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
@@ -357,10 +365,10 @@ def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     }
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        if isinstance(route, Route) and route.include_in_schema:
+        if isinstance(route, APIRoute) and route.spec.is_described:
             path = re.sub(r":\w+}", "}", route.path)
             for method in sorted((route.methods or set()) - {"HEAD"}):
-                operation = _operation(path, method, schemas)
+                operation = _operation(path, route.spec, method, schemas)
                 paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -377,18 +385,18 @@ def build_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(path: str, spec: RouteSpec, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """Return the description of a method of a path, and add the schemas it uses to `schemas`."""
     operation: dict[str, Any] = {
         "summary": SUMMARIES.get(path, path),
-        "responses": {"200": _success_response(path), **_error_responses(path, method)},
+        "responses": {"200": _success_response(path), **_error_responses(path, spec, method)},
     }
     if names := re.findall(r"{(\w+)}", path):
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
-    if path in GENERATION_PATHS:
+    if spec.operation is not None:
         operation["parameters"] = [SESSION_PARAMETER]
     if path in REQUEST_MODELS:
         schema = {"$ref": f"#/components/schemas/{_register_schema(path, schemas)}"}
@@ -410,16 +418,14 @@ def _success_response(path: str) -> dict[str, Any]:
     return {"description": "Done", "content": content}
 
 
-def _error_responses(path: str, method: str) -> dict[str, Any]:
+def _error_responses(path: str, spec: RouteSpec, method: str) -> dict[str, Any]:
     """Return the description of each error status of a method of a path."""
-    name = "MessagesError" if is_anthropic_path(path) else "Error"
-    if path == SCORE_PATH:
-        name = "ScoreError"
+    name = ERROR_SCHEMA_NAMES[spec.envelope]
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     statuses = _ANY_REQUEST_ERRORS | (_BODY_ERRORS if path in REQUEST_MODELS else set())
     if method not in SAFE_METHODS:
         statuses |= _UNSAFE_METHOD_ERRORS
-    if path in GENERATION_PATHS:
+    if spec.operation is not None:
         statuses |= _GENERATION_ERRORS
     if "{" in path:
         statuses.add("404")

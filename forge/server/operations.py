@@ -19,15 +19,16 @@ from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from forge import __version__
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig, NeverFits
+from forge.server import routes
 from forge.server.body import read_json_body
 from forge.server.errors import APIError, engine_dead_error, shutting_down_error
 from forge.server.middleware import SHUTTING_DOWN
 from forge.server.protocol import IntegerField, RequestBody, missing_field_error, parse_request
+from forge.server.routes import APIRoute
 
 STALL_LIMIT_S = 12.0
 """Seconds after which a step counts as one that never ends."""
@@ -54,17 +55,17 @@ class OperationsEndpoints:
         self._llm = llm
         self._stall_limit_s = stall_limit_s
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[APIRoute]:
         """Return the routes with their handlers."""
         return [
-            Route("/livez", self.livez, methods=["GET"]),
-            Route("/readyz", self.readyz, methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/ping", self.health, methods=["GET"]),
-            Route("/version", self.version, methods=["GET"]),
-            Route("/load", self.load, methods=["GET"]),
-            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
-            Route("/resize_kv_cache", self.resize_kv_cache, methods=["POST"]),
+            routes.LIVEZ.bind(GET=self.livez),
+            routes.READYZ.bind(GET=self.readyz),
+            routes.HEALTH.bind(GET=self.health),
+            routes.PING.bind(GET=self.health),
+            routes.VERSION.bind(GET=self.version),
+            routes.LOAD.bind(GET=self.load),
+            routes.RESET_PREFIX_CACHE.bind(POST=self.reset_prefix_cache),
+            routes.RESIZE_KV_CACHE.bind(POST=self.resize_kv_cache),
         ]
 
     async def livez(self, request: Request) -> Response:

@@ -35,8 +35,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from forge.engine_messages import StepReport
 from forge.outputs import TextDelta
 from forge.request import FinishReason, Request
+from forge.server.routes import RouteSpec
 from forge.server.timings import AnswerTimings
-from forge.server.traces import CLIENT_DISCONNECTED, OPERATIONS, SpanCounts
+from forge.server.traces import CLIENT_DISCONNECTED, SpanCounts
 from forge.timings import ChoiceTimings
 from forge.version import VERSION
 
@@ -174,17 +175,17 @@ class OtelTraces:
         """Return the spans so far."""
         return self._queue.counts
 
-    def begin(self, request_id: str, path: str, traceparent: str | None) -> bool:
+    def begin(self, request_id: str, spec: RouteSpec, traceparent: str | None) -> bool:
         """Begin the span of an HTTP request; return whether it is sampled."""
         carrier = {} if traceparent is None else {"traceparent": traceparent}
         span = self._tracer.start_span(
-            f"POST {path}",
+            f"POST {spec.path}",
             self._propagator.extract(carrier),
             SpanKind.SERVER,
             {
                 "http.request.method": "POST",
-                "url.path": path,
-                "gen_ai.operation.name": OPERATIONS[path],
+                "url.path": spec.path,
+                "gen_ai.operation.name": spec.operation,
                 "gen_ai.provider.name": "forge",
                 "gen_ai.request.model": self._model,
                 "gen_ai.request.id": request_id,

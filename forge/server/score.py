@@ -17,16 +17,15 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field, SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from forge.errors import InvalidRequest
 from forge.outputs import RequestOutput
 from forge.request import NOTHING_CACHED, SamplingParams
-from forge.server import generation
+from forge.server import generation, routes
 from forge.server.admission import AdmissionQueue
 from forge.server.body import MAX_BODY_BYTES
 from forge.server.completions import CompletionRequest, usage
-from forge.server.errors import SCORE_PATH, request_aborted_error
+from forge.server.errors import request_aborted_error
 from forge.server.field_names import FieldNames
 from forge.server.json_route import handle_json
 from forge.server.legacy_logprobs import MIN_LOGPROB
@@ -44,6 +43,7 @@ from forge.server.protocol import (
     parse_request,
 )
 from forge.server.request_head import RequestHead
+from forge.server.routes import APIRoute
 from forge.server.served_model import ServedModel
 from forge.server.time_slicing import SlicedWork
 
@@ -137,9 +137,9 @@ class ScoreEndpoints:
         self._queue = queue
         self._served_model = served_model
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[APIRoute]:
         """Return the route with its handler."""
-        return [Route(SCORE_PATH, self.score, methods=["POST"])]
+        return [routes.SCORE.bind(POST=self.score)]
 
     async def score(self, request: Request) -> Response:
         """POST /v1/score."""

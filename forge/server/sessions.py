@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from forge.async_llm import AsyncLLM
+from forge.server import routes
 from forge.server.errors import APIError, excerpt
+from forge.server.routes import APIRoute
 
 
 class SessionEndpoints:
@@ -24,9 +25,9 @@ class SessionEndpoints:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[APIRoute]:
         """Return the route with its handler. An id may have slashes."""
-        return [Route("/v1/sessions/{id:path}", self.delete, methods=["DELETE"])]
+        return [routes.SESSION.bind(DELETE=self.delete)]
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/sessions/ID. With an open request, the session ends after it."""

@@ -21,10 +21,10 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from forge.async_llm import AsyncLLM
 from forge.errors import InvalidRequest
+from forge.server import routes
 from forge.server.body import read_json_body
 from forge.server.chat import ChatRequest, MessagesField, TemplateVariablesField, ToolsField
 from forge.server.protocol import (
@@ -34,6 +34,7 @@ from forge.server.protocol import (
     missing_field_error,
     parse_request,
 )
+from forge.server.routes import APIRoute
 from forge.server.served_model import ServedModel
 from forge.server.time_slicing import JSONPartsResponse, iter_json
 from forge.tokenizer import Tokenizer
@@ -120,12 +121,12 @@ class TokenizationEndpoints:
         self._llm = llm
         self._served_model = served_model
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[APIRoute]:
         """Return the routes with their handlers."""
         return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+            routes.TOKENIZE.bind(POST=self.tokenize),
+            routes.DETOKENIZE.bind(POST=self.detokenize),
+            routes.TOKENIZER_INFO.bind(GET=self.tokenizer_info),
         ]
 
     async def tokenize(self, request: Request) -> Response:

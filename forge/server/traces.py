@@ -17,20 +17,8 @@ from typing import NamedTuple, Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge.async_llm import EngineObserver
-from forge.server.middleware import route_path
 from forge.server.request_head import IS_TRACED
-
-OPERATIONS = {
-    "/v1/completions": "text_completion",
-    "/generate": "text_completion",
-    "/v1/score": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/chat/completions/batch": "chat",
-    "/invocations": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-}
-"""Path of a route that generates -> gen_ai.operation.name of its span."""
+from forge.server.routes import RouteSpec, route_spec
 
 MAX_TRACEPARENT_BYTES = 512
 """Bytes of a traceparent. OpenTelemetry logs a warning for a longer one."""
@@ -58,9 +46,10 @@ class RequestTraces(EngineObserver, Protocol):
     def counts(self) -> SpanCounts:
         """Return the spans so far."""
 
-    def begin(self, request_id: str, path: str, traceparent: str | None) -> bool:
+    def begin(self, request_id: str, spec: RouteSpec, traceparent: str | None) -> bool:
         """Begin the span of an HTTP request; return whether it is sampled.
 
+        spec          of its route, which has an operation
         traceparent   W3C trace context of its client; None, or one that is damaged: a new trace
         """
 
@@ -88,15 +77,15 @@ class TraceMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        path = route_path(scope)
-        if path not in OPERATIONS:
+        spec = route_spec(scope)
+        if spec.operation is None:
             await self._app(scope, receive, send)
             return
         request_id: str = scope["state"]["request_id"]
         values = [value for name, value in scope["headers"] if name == b"traceparent"]
         is_parent = len(values) == 1 and len(values[0]) <= MAX_TRACEPARENT_BYTES
         parent = values[0].decode("latin-1") if is_parent else None
-        if not self._traces.begin(request_id, path, parent):
+        if not self._traces.begin(request_id, spec, parent):
             await self._app(scope, receive, send)
             return
         scope["state"][IS_TRACED] = True

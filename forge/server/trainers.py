@@ -1,6 +1,6 @@
 """Routes for trainers: pause and resume, updates of weights, sleep and wake.
 
-Owns the bodies and the responses. Knows no key: the middleware checks it. Parameters
+Owns the bodies and the responses. Knows no key: SecurityMiddleware checks it. Parameters
 of the query have the names of vLLM.
 
     POST /admin/pause?mode=keep     GET /admin/pause     POST /admin/weights {"files", ...}
@@ -13,31 +13,26 @@ Always true: these routes exist only with a TrainerAccess, and none of them take
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from functools import partial
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from forge.async_llm import AsyncLLM
 from forge.errors import EnginePaused, InvalidConfig, InvalidWeights
 from forge.llm import parse_pause_mode
+from forge.server import routes
 from forge.server.body import read_json_body
 from forge.server.errors import APIError, excerpt
 from forge.server.operations import OperationsEndpoints
 from forge.server.protocol import RequestBody, StringField, missing_field_error, parse_request
+from forge.server.routes import APIRoute
 from forge.trainer_access import TrainerAccess
 
 T = TypeVar("T")
-Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
-
-ADMIN_PATHS = frozenset(
-    f"/admin/{name}" for name in ("weights", "pause", "resume", "sleep", "wake", "resize")
-)
-"""Paths of these routes, which take the admin key alone."""
 
 LEVELS = {"1": 1, "2": 2}
 
@@ -60,18 +55,15 @@ class TrainerEndpoints:
         self._llm = llm
         self._access = access
 
-    def routes(self) -> list[Route]:
-        """Return the routes with their handlers. Clients have no use for their descriptions."""
+    def routes(self) -> list[APIRoute]:
+        """Return the routes with their handlers."""
         return [
-            Route(path, handler, methods=list(methods), include_in_schema=False)
-            for path, methods, handler in (
-                ("/admin/weights", ("POST",), self.update_weights),
-                ("/admin/pause", ("GET", "POST"), _by_method(self.pause_state, self.pause)),
-                ("/admin/resume", ("POST",), self.resume),
-                ("/admin/sleep", ("GET", "POST"), _by_method(self.sleep_state, self.sleep)),
-                ("/admin/wake", ("POST",), self.wake),
-                ("/admin/resize", ("POST",), OperationsEndpoints(self._llm).resize_kv_cache),
-            )
+            routes.WEIGHTS.bind(POST=self.update_weights),
+            routes.PAUSE.bind(GET=self.pause_state, POST=self.pause),
+            routes.RESUME.bind(POST=self.resume),
+            routes.SLEEP.bind(GET=self.sleep_state, POST=self.sleep),
+            routes.WAKE.bind(POST=self.wake),
+            routes.RESIZE.bind(POST=OperationsEndpoints(self._llm).resize_kv_cache),
         ]
 
     async def pause(self, request: Request) -> Response:
@@ -150,15 +142,6 @@ def command_response(
     if times is not None:
         body["seconds"] = {name: round(seconds, 6) for name, seconds in times.items()}
     return body
-
-
-def _by_method(state: Handler, command: Handler) -> Handler:
-    """Return the handler of a path: POST is the command, GET and HEAD are the state."""
-
-    async def handle(request: Request) -> Response:
-        return await (command if request.method == "POST" else state)(request)
-
-    return handle
 
 
 async def _refuse(command: Awaitable[T]) -> T:

@@ -11,7 +11,7 @@ import pytest
 
 from forge.cli.main import create_parser
 from forge.cli.options import SERVE_OPTIONS
-from forge.server.middleware import PUBLIC_PATHS
+from forge.server.routes import PROBES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("Dockerfile", "Dockerfile.gpu")
@@ -91,7 +91,7 @@ def test_the_server_runs_without_root_privileges(name: str) -> None:
 def test_the_health_check_asks_a_path_that_needs_no_key(name: str) -> None:
     (check,) = arguments(name, "HEALTHCHECK")
     (path,) = re.findall(r"'http://127\.0\.0\.1:%s(/\w+)'", check)
-    assert path in PUBLIC_PATHS
+    assert path in [spec.path for spec in PROBES]
     command = json.loads(check.partition(" CMD ")[2])
     assert command[:2] == ["python", "-c"]
     compile(command[2], name, "exec")

@@ -8,10 +8,12 @@ import pickle
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forge.errors import EngineDead
@@ -232,6 +234,35 @@ def test_routes_about_one_replica_are_not_found(path: str) -> None:
     response = request(fleet := Fleet(), path)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
     assert fleet.calls == []
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://x/reset_prefix_cache", 404),
+        (b"/reset_prefix_cache%0a", 400),
+        (b"/v1/models/a%00", 400),
+    ],
+)
+def test_routes_of_an_ingress_are_found_as_those_of_a_server(target: bytes, status: int) -> None:
+    """A proxy of Ray leaves the target as it is."""
+    scope = {
+        **{"type": "http", "method": "POST", "path": unquote(target.decode()), "headers": []},
+        **{"raw_path": target, "query_string": b""},
+    }
+
+    async def run() -> Response:
+        return await Ingress(Fleet().send, ())(Request(scope))
+
+    assert asyncio.run(run()).status_code == status
+
+
+def test_a_path_that_decodes_to_a_url_is_a_path(replica: EngineReplica) -> None:
+    """The path of a call is decoded already: it has no second decoding and no host."""
+    for path in ("http://x/livez", "/livez%0a", "/livez?a"):
+        made = call()._replace(method="GET", path=path)
+        head, _ = asyncio.run(collect(replica(made)))
+        assert head.status == 404, path
 
 
 def test_a_body_that_a_replica_would_refuse_for_its_length_is_not_sent() -> None:

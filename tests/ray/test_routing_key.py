@@ -9,12 +9,11 @@ import pytest
 
 from forge.ray.routing_key import BLOCK_BYTES, MAX_BLOCKS, RoutingKey, create_routing_key
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "".join(chr(97 + i % 26) for i in range(10 * BLOCK_BYTES))
 
 
-def key_of(path: str = COMPLETIONS, headers: tuple[Any, ...] = (), **body: Any) -> RoutingKey:
-    return create_routing_key(path, headers, json.dumps(body).encode())
+def key_of(path_session_id: str = "", headers: tuple[Any, ...] = (), **body: Any) -> RoutingKey:
+    return create_routing_key(path_session_id, headers, json.dumps(body).encode())
 
 
 def num_shared(left: RoutingKey, right: RoutingKey) -> int:
@@ -37,31 +36,28 @@ def test_prompts_share_hashes_up_to_the_block_in_which_they_differ() -> None:
 
 def test_a_later_turn_of_a_chat_begins_with_the_earlier_one() -> None:
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT}]
-    first = key_of(CHAT, messages=messages)
+    first = key_of(messages=messages)
     answer = [{"role": "assistant", "content": TEXT}, {"role": "user", "content": "go on"}]
-    second = key_of(CHAT, messages=messages + answer)
+    second = key_of(messages=messages + answer)
     assert num_shared(first, second) >= len(first.hashes) - 1
     assert len(second.hashes) > len(first.hashes)
 
 
 def test_a_prompt_of_a_newer_api_begins_with_its_instructions() -> None:
     user, more = {"role": "user", "content": TEXT}, {"role": "user", "content": "go on"}
-    for path, first, name in (
-        ("/v1/responses", "instructions", "input"),
-        ("/v1/messages", "system", "messages"),
-    ):
-        key = key_of(path, **{first: TEXT, name: [user]})
-        later = key_of(path, **{first: TEXT, name: [user, more]})
-        other = key_of(path, **{first: "#" + TEXT, name: [user]})
+    for first, name in (("instructions", "input"), ("system", "messages")):
+        key = key_of(**{first: TEXT, name: [user]})
+        later = key_of(**{first: TEXT, name: [user, more]})
+        other = key_of(**{first: "#" + TEXT, name: [user]})
         assert num_shared(key, later) >= len(key.hashes) - 1 > 10
         assert num_shared(key, other) == 0
-    text = key_of("/v1/responses", input=TEXT)
-    assert len(text.hashes) == 10 and text.hashes == key_of("/v1/responses", input=TEXT).hashes
+    text = key_of(input=TEXT)
+    assert len(text.hashes) == 10 and text.hashes == key_of(input=TEXT).hashes
 
 
 def test_the_order_of_a_message_s_fields_does_not_matter() -> None:
     one, other = {"role": "user", "content": TEXT}, {"content": TEXT, "role": "user"}
-    assert key_of(CHAT, messages=[one]).hashes == key_of(CHAT, messages=[other]).hashes
+    assert key_of(messages=[one]).hashes == key_of(messages=[other]).hashes
 
 
 def test_token_ids_have_hashes_too_and_the_first_of_several_prompts_counts() -> None:
@@ -94,21 +90,21 @@ def test_a_key_is_in_no_routing_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "headers", "fields", "session_id"),
+    ("path_session_id", "headers", "fields", "session_id"),
     [
-        (CHAT, (), {"session_id": "a"}, "a"),
-        (CHAT, ((b"x-session-id", b"b"),), {}, "b"),
-        (CHAT, (), {"prompt_cache_key": "c"}, "c"),
-        (CHAT, ((b"x-session-id", b"b"),), {"session_id": "a", "prompt_cache_key": "c"}, "a"),
-        ("/v1/sessions/d", (), {}, "d"),
-        (CHAT, (), {"session_id": 5}, ""),
-        (CHAT, (), {"session_id": "x" * 999}, "x" * 128),
+        ("", (), {"session_id": "a"}, "a"),
+        ("", ((b"x-session-id", b"b"),), {}, "b"),
+        ("", (), {"prompt_cache_key": "c"}, "c"),
+        ("", ((b"x-session-id", b"b"),), {"session_id": "a", "prompt_cache_key": "c"}, "a"),
+        ("d", (), {"session_id": "a"}, "d"),
+        ("", (), {"session_id": 5}, ""),
+        ("", (), {"session_id": "x" * 999}, "x" * 128),
     ],
 )
 def test_a_session_is_named_as_in_a_replica(
-    path: str, headers: tuple[Any, ...], fields: dict[str, Any], session_id: str
+    path_session_id: str, headers: tuple[Any, ...], fields: dict[str, Any], session_id: str
 ) -> None:
-    assert key_of(path, headers, **fields).session_id == session_id
+    assert key_of(path_session_id, headers, **fields).session_id == session_id
 
 
 @pytest.mark.parametrize(
@@ -121,7 +117,7 @@ def test_a_session_is_named_as_in_a_replica(
     ],
 )  # fmt: skip
 def test_a_body_that_a_replica_refuses_has_a_key_all_the_same(raw: bytes) -> None:
-    assert create_routing_key(CHAT, (), raw).hashes == ()
+    assert create_routing_key("", (), raw).hashes == ()
 
 
 def test_what_comes_after_the_last_block_that_counts_is_not_hashed() -> None:

@@ -441,11 +441,22 @@ TRANSPORT = [
             for path in (
                 *("//v1/completions", "/v1/%63ompletions", "/V1/Completions", "/v1/completions/"),
                 *("/livez/../generate", "/livez/%2e%2e/generate", "/livez%2f..%2fgenerate"),
-                *("/LIVEZ", "/livez/", "//livez", "/livez;/generate", "/livez%00"),
+                *("/LIVEZ", "/livez/", "//livez", "/livez;/generate"),
             )
         ),
         status=401,
         code="invalid_api_key",
+    ),
+    transport_row(
+        13,
+        "a control character in a path",
+        *(
+            request_without_key("POST", path, *key)
+            for key in ([], [AUTHORIZATION])
+            for path in ("/livez%00", "/generate%0a", "/v1/models/hash%0a", "/v1/sessions/%1b%5b2J")
+        ),
+        status=400,
+        code="invalid_path",
     ),
     transport_row(
         13,
@@ -1628,7 +1639,7 @@ SESSIONS = [
         (),
         *(
             raw_request(build_head("DELETE", f"/v1/sessions/{name}", HOST, AUTHORIZATION))
-            for name in ("never", "", "x" * 5000, "%00", "%1b%5b2J", "..%2f..", "%ff", "a/b")
+            for name in ("never", "", "x" * 5000, "%c2%85", "..%2f..", "%ff", "a/b")
         ),
         param="id",
         code="session_not_found",

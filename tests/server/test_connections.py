@@ -20,7 +20,6 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 from uvicorn.server import ServerState
 
 from forge import AsyncLLM
@@ -35,7 +34,7 @@ from forge.server.connection import (
     OpenConnections,
 )
 from forge.server.http_server import create_listener
-from forge.server.middleware import PUBLIC_PATHS
+from forge.server.routes import PROBES, RouteSpec
 from tests.server.local_server import TIMEOUT_S, ManualClockLoop, serve_app, wait_until
 from tests.server.test_limits import HOST, check_refusal, head, peek, read_until_close
 
@@ -66,7 +65,7 @@ def running_server() -> Iterator[LimitedServer]:
     llm = AsyncLLM("hash:step_ms=2")
     with create_listener("127.0.0.1", 0, ()) as socket_:
         app = create_app(llm, served_model_name="hash", limits=limits)
-        app.router.routes.append(Route("/census", count_open_route))
+        app.router.routes.append(RouteSpec("/census").bind(GET=count_open_route))
         with serve_app(llm, app, socket_, limits, clock) as (url, client):
             client.get("/livez").raise_for_status()
             yield LimitedServer(httpx.URL(url), client, clock)
@@ -117,7 +116,7 @@ def test_one_connection_too_many_is_503_and_closed() -> None:
     assert f"{MAX_CONNECTIONS} connections are open already".encode() in answer
 
 
-@pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
+@pytest.mark.parametrize("path", [spec.path for spec in PROBES])
 def test_health_checks_are_answered_when_every_place_is_taken(
     running_server: LimitedServer, path: str
 ) -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from forge.server.openapi import (
     EMPTY_RESPONSE_PATHS,
-    GENERATION_PATHS,
     NON_JSON_TYPES,
     PROBE_PATHS,
     RESPONSE_SCHEMAS,
     STREAMING_PATHS,
 )
+from forge.server.routes import ROUTES
 from tests.server.local_server import create_client
 from tests.server.test_server import ANSWER, RunningServer, open_server
 from tests.server.test_tools import NAMED, NOW, ROME, open_scripted_server, set_script
@@ -266,8 +266,8 @@ def test_the_end_of_a_session_is_as_it_is_described(
     assert list(find_faults(answer_schema(document, SESSION, "delete"), answer.json())) == []
     assert answer.json()["id"] == "a/b"
     assert "404" in document["paths"][SESSION]["delete"]["responses"]
-    for path in GENERATION_PATHS:
-        (header,) = document["paths"][path]["post"]["parameters"]
+    for spec in (spec for spec in ROUTES if spec.operation is not None):
+        (header,) = document["paths"][spec.path]["post"]["parameters"]
         assert (header["name"], header["in"]) == ("x-session-id", "header")
 
 

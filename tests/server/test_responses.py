@@ -963,7 +963,7 @@ def test_a_query_that_is_not_supported_is_refused(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-@pytest.mark.parametrize("name", ["%00", "..%2f..", "x" * 5000, "resp_%ff", "%1b%5b2J"])
+@pytest.mark.parametrize("name", ["%c2%85", "..%2f..", "x" * 5000, "resp_%ff"])
 def test_an_id_that_is_none_is_unknown(server: RunningServer, name: str) -> None:
     answer = get(server, name)
     assert answer.status_code == 404 and answer.json()["error"]["message"].isprintable()

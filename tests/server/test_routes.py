@@ -26,10 +26,12 @@ from forge.errors import EngineDead
 from forge.request import SamplingParams
 from forge.server.app import create_app
 from forge.server.body import MAX_JSON_ITEMS, parse_json_object, read_json_body
-from forge.server.errors import EXCEPTION_HANDLERS, APIError
+from forge.server.error_responses import EXCEPTION_HANDLERS
+from forge.server.errors import APIError
 from forge.server.middleware import SHUTTING_DOWN, SecurityMiddleware
 from forge.server.openapi import REQUEST_MODELS, REQUIRED, SUMMARIES, build_document
 from forge.server.operations import OperationsEndpoints
+from forge.server.routes import Access, APIRoute, RouteTable
 from forge.server.tenants import Tenants
 from tests.engine.test_async_llm import FAILING_POLICY, TIMEOUT_S, BlockingPolicy, wait_until_async
 from tests.server.test_server import check_envelope, open_server
@@ -184,11 +186,14 @@ def test_an_engine_that_has_died_is_neither_alive_nor_ready(
 
 def create_probed_app(llm: AsyncLLM, stalled_s: float) -> Starlette:
     """Return an application whose stall limit is this long."""
-    return Starlette(
-        routes=OperationsEndpoints(llm, stalled_s).routes(),
-        middleware=[Middleware(SecurityMiddleware, tenants=Tenants(()))],
+    table = RouteTable(OperationsEndpoints(llm, stalled_s).routes())
+    keys = {Access.CLIENT: Tenants(())}
+    app = Starlette(
+        middleware=[Middleware(SecurityMiddleware, routes=table, keys=keys)],
         exception_handlers=EXCEPTION_HANDLERS,
     )
+    app.router = table
+    return app
 
 
 @HOSTS
@@ -489,7 +494,9 @@ def mutating_requests(app: Starlette) -> list[tuple[str, str]]:
 
     These are every route, also one that is added later, and a path without a route.
     """
-    routes = [(route.path, route.methods or set()) for route in app.routes if type(route) is Route]
+    routes = [
+        (route.path, route.methods or set()) for route in app.routes if type(route) is APIRoute
+    ]
     assert len(routes) == len(app.routes) and ("/reset_prefix_cache", {"POST"}) in routes
     routes += [("/healthz", {"POST", "PUT"}), ("/nowhere", {"POST", "DELETE", "PATCH", "ODD"})]
     return [

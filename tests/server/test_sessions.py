@@ -192,7 +192,7 @@ def test_delete_ends_a_session_once(server: RunningServer, name: str) -> None:
 
 
 def test_an_id_that_never_was_is_not_found(server: RunningServer) -> None:
-    for name in ("never", "x" * 5000, "\x1b[2J", "a\x00b", ""):
+    for name in ("never", "x" * 5000, "\x85[2J", ""):
         check_envelope(delete(server, name), 404, "id", "session_not_found")
 
 

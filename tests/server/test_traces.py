@@ -18,6 +18,7 @@ from forge.errors import InvalidConfig
 from forge.outputs import TextDelta
 from forge.request import Request, SamplingParams
 from forge.server.app import create_app
+from forge.server.routes import COMPLETIONS, GENERATE, ROUTE, RouteSpec
 from forge.server.trace_option import open_traces
 from forge.server.traces import SpanCounts, TraceMiddleware
 from forge.timings import ChoiceTimings
@@ -236,7 +237,7 @@ def test_a_span_says_how_its_request_failed(
 
     collector = Collector()
     traces = OtelTraces(collector, "hash")
-    assert traces.begin("id", "/generate", None)
+    assert traces.begin("id", GENERATE, None)
     observer = traces.on_request(Request(0, (1, 2), external_id="id"))
     observer.on_deltas([TextDelta(0, "", (), finish)])
     observer.on_close()
@@ -254,7 +255,7 @@ class EndedTraces:
     def __init__(self) -> None:
         self.calls: list[tuple[str | int | None, str | None]] = []
 
-    def begin(self, request_id: str, path: str, traceparent: str | None) -> bool:
+    def begin(self, request_id: str, spec: RouteSpec, traceparent: str | None) -> bool:
         self.calls.append((traceparent, None))
         return True
 
@@ -297,7 +298,7 @@ def test_a_span_ends_as_its_response_does(
         headers = [(b"traceparent", b"x" * length)]
         scope = {
             **{"type": "http", "method": "POST", "path": "/generate"},
-            **{"headers": headers, "state": {"request_id": "id"}},
+            **{"headers": headers, "state": {"request_id": "id"}, ROUTE: GENERATE.bind()},
         }
         with suppress(KeyError):
             asyncio.run(middleware(scope, receive_or_send, receive_or_send))
@@ -311,7 +312,7 @@ def test_a_span_without_an_ended_choice_has_no_finish_reasons() -> None:
 
     collector = Collector()
     traces = OtelTraces(collector, "hash")
-    assert traces.begin("id", "/generate", None)
+    assert traces.begin("id", GENERATE, None)
     traces.on_request(Request(0, (1, 2), external_id="id")).on_deltas([TextDelta(0, "a", (3,))])
     traces.end("id", 200, "client_disconnected")
     traces.close()
@@ -326,7 +327,7 @@ def test_choices_have_the_index_of_the_answer_in_whichever_order_they_end() -> N
 
     collector = Collector()
     traces = OtelTraces(collector, "hash")
-    assert traces.begin("id", "/v1/completions", None)
+    assert traces.begin("id", COMPLETIONS, None)
     first, second = (
         traces.on_request(Request(i, (1,), SamplingParams(n=2), external_id="id")) for i in range(2)
     )

@@ -22,13 +22,14 @@ from forge.request import Request, SamplingParams, TokenLogprob
 from forge.server.app import create_app
 from forge.server.completions import CompletionRequest, CompletionResponse
 from forge.server.protocol import NamedPrompt, parse_request
-from forge.server.trainers import ADMIN_PATHS
+from forge.server.routes import ADMIN_ROUTES
 from forge.tokenizer import ByteTokenizer
 from forge.trainer_access import TrainerAccess
 from tests.server.test_server import parse_chunks
 
 ADMIN = {"authorization": "Bearer admin"}
 CLIENT = {"authorization": "Bearer client"}
+ADMIN_PATHS = {spec.path for spec in ADMIN_ROUTES}
 BODY = {"model": "hash:seed=1", "prompt": "Once upon", "temperature": 0, "ignore_eos": True}
 TIMEOUT_S = 20.0
 

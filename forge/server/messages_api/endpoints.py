@@ -14,9 +14,8 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from forge.server import chat, generation
+from forge.server import chat, generation, routes
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_formats import ChatFormats
 from forge.server.json_route import handle_json
@@ -25,10 +24,9 @@ from forge.server.messages_api.request import CountTokensRequest, MessagesReques
 from forge.server.output_items import OutputItems
 from forge.server.protocol import parse_request
 from forge.server.request_head import RequestHead
+from forge.server.routes import APIRoute
 from forge.server.served_model import ServedModel
 from forge.server.streaming import GeneratedStream
-
-PATH = "/v1/messages"
 
 
 class MessagesEndpoints:
@@ -41,11 +39,11 @@ class MessagesEndpoints:
         self._served_model = served_model
         self._formats = formats
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[APIRoute]:
         """Return the routes with their handlers."""
         return [
-            Route(PATH, self.create, methods=["POST"]),
-            Route(f"{PATH}/count_tokens", self.count_tokens, methods=["POST"]),
+            routes.MESSAGES.bind(POST=self.create),
+            routes.COUNT_TOKENS.bind(POST=self.count_tokens),
         ]
 
     async def create(self, request: Request) -> Response:

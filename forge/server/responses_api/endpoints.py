@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from forge.errors import InvalidRequest
-from forge.server import chat, generation
+from forge.server import chat, generation, routes
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_fields import TranslatedChat
 from forge.server.chat_formats import ChatFormats
@@ -45,10 +44,9 @@ from forge.server.responses_api.output import ResponseOutput
 from forge.server.responses_api.request import ResponsesRequest
 from forge.server.responses_api.store import ResponseStore, StoredResponse
 from forge.server.responses_api.stream import ResponseEvents, ResponseRecorder
+from forge.server.routes import APIRoute
 from forge.server.served_model import ServedModel
 from forge.server.streaming import GeneratedStream
-
-PATH = "/v1/responses"
 
 
 class Conversation(NamedTuple):
@@ -83,14 +81,13 @@ class ResponsesEndpoints:
         self._max_bytes = queue.limits.response_store_mib * 2**20 // num_tenants
         self._stores: dict[str, ResponseStore] = {}
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[APIRoute]:
         """Return the routes with their handlers."""
         return [
-            Route(PATH, self.create, methods=["POST"]),
-            Route(f"{PATH}/{{id}}", self.retrieve, methods=["GET"]),
-            Route(f"{PATH}/{{id}}", self.delete, methods=["DELETE"]),
-            Route(f"{PATH}/{{id}}/cancel", self.cancel, methods=["POST"]),
-            Route(f"{PATH}/{{id}}/input_items", self.input_items, methods=["GET"]),
+            routes.RESPONSES.bind(POST=self.create),
+            routes.RESPONSE.bind(GET=self.retrieve, DELETE=self.delete),
+            routes.CANCEL_RESPONSE.bind(POST=self.cancel),
+            routes.INPUT_ITEMS.bind(GET=self.input_items),
         ]
 
     async def create(self, request: Request) -> Response:
