@@ -31,6 +31,7 @@ from forge.errors import (
     ForgeError,
     InvalidConfig,
 )
+from forge.failure_log import FailureLog
 from forge.grammar_backend import GrammarBackend, create_grammar_backend
 from forge.kv_events import KVEventLog, KVEventSink
 from forge.matchers import Matchers
@@ -58,6 +59,7 @@ class Engine:
                 between steps where it needs nothing that came before
     kv_events   receives the changes of the prefix cache, after each call that made some; those of a
                 call that raises come with the next ones
+    recording_failures   failures of the file that `recorder` writes, which end the recording alone
     proposer    replaces the proposer that `config.speculation` names
     weights     version of the weights
     pause_state whether the engine is paused, and what waits for the end of the pause
@@ -73,6 +75,7 @@ class Engine:
         proposer: Proposer | None = None,
         recorder: Recorder | None = None,
         kv_events: KVEventSink | None = None,
+        recording_failures: FailureLog | None = None,
     ) -> None:
         check_config(config, model)
         self.model = model
@@ -95,6 +98,7 @@ class Engine:
         self._in_flight = StepsInFlight()
         self._undelivered_deltas: list[Delta] = []
         self.recorder = recorder
+        self.recording_failures = recording_failures
         self.weights = WeightVersions()
         self.pause_state = PauseState()
 

@@ -146,6 +146,7 @@ class EngineStatus(NamedTuple):
     num_planned_tokens    tokens that steps have computed or are computing
     num_draft_tokens      draft tokens that the model has verified
     num_accepted_tokens   draft tokens that it accepted
+    num_failed_recordings recordings that ended because their file could not be written
     tiers                 figures of host memory and files; None where there are none
     kv_events             batches of published KV events; None where none are published
     """
@@ -173,6 +174,7 @@ class EngineStatus(NamedTuple):
     num_planned_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_failed_recordings: int
     tiers: TierStatus | None
     kv_events: KVEventCounts | None
 
@@ -180,6 +182,7 @@ class EngineStatus(NamedTuple):
     def from_engine(cls, engine: Engine) -> Self:
         """Return the engine's figures. Read during a step, they may mix two steps."""
         scheduler, sink = engine.scheduler, engine.kv_event_sink
+        failures = engine.recording_failures
         pool = scheduler.pool
         return cls(
             engine.num_steps,
@@ -205,6 +208,7 @@ class EngineStatus(NamedTuple):
             scheduler.num_planned_tokens,
             scheduler.num_draft_tokens,
             scheduler.num_accepted_tokens,
+            0 if failures is None else failures.num_failures,
             TierStatus.from_scheduler(scheduler),
             sink.counts if isinstance(sink, KVEventPublisher) else None,
         )

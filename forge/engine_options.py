@@ -1,6 +1,7 @@
 """Engine options: the keyword arguments of LLM and AsyncLLM, and the engine that they open.
 
-Owns how options become a model, its ranks, a recorder and an engine. Knows no prompt and no text.
+Owns how options become a model, its ranks, a recorder and an engine, and the file of a recording.
+Knows no prompt and no text.
 
     Options ─┬─► load_model, start_ranks ──► LoadedModel ─┬─► Engine
              ├─► RecordingWriter      record, check_ranks ┤
@@ -9,16 +10,18 @@ Owns how options become a model, its ranks, a recorder and an engine. Knows no p
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import Any, TypedDict, cast
+from typing import Any, TextIO, TypedDict, cast
 
 from forge.config import default_batched_tokens
 from forge.engine import Engine
 from forge.errors import InvalidConfig
+from forge.failure_log import FailureLog
 from forge.kv_event_options import KVEventOptions
 from forge.kv_publisher import KVEventPublisher
 from forge.models.early_start import has_gpu
@@ -35,6 +38,8 @@ from forge.ranks.rank_lead import RankLead
 from forge.recording import RecordingWriter, build_header
 from forge.start_log import StartLog
 from forge.version import VERSION
+
+LOG = logging.getLogger("forge.recording")
 
 DEFAULT_MODEL = "tiny"
 """Model of the command line and of the Python API where none is named."""
@@ -102,6 +107,33 @@ class Options(TypedDict, total=False):
     record: str
 
 
+class RecordingFile:
+    """File of a recording. Its first error ends the recording, and nothing else.
+
+    failures   counts that error; one thread writes the file
+    """
+
+    def __init__(self, file: TextIO, failures: FailureLog) -> None:
+        self._file = file
+        self._failures = failures
+
+    def write(self, line: str) -> None:
+        """Write a line, unless an earlier one failed: a recording without it could not replay."""
+        if not self._failures.num_failures:
+            try:
+                self._file.write(line)
+            except OSError as error:
+                self._failures.fail(error)
+
+    def close(self) -> None:
+        """Write the lines that are buffered, and close the file."""
+        try:
+            self._file.close()
+        except OSError as error:
+            if not self._failures.num_failures:
+                self._failures.fail(error)
+
+
 def open_engine(
     model: str,
     policy: str | Policy,
@@ -134,7 +166,12 @@ def open_engine(
             opening.callback(group.expect_end)
         exit_stack.enter_context(opening.pop_all())
     loaded = _add_engine_overhead(loaded)
-    recorder = _create_recorder(options, policy, loaded, lead, exit_stack)
+    failures = FailureLog(
+        LOG,
+        "the recording has ended, and the engine goes on",
+        "What was written can be replayed. Restart with room for the file to record again",
+    )
+    recorder = _create_recorder(options, policy, loaded, lead, failures, exit_stack)
     engine = Engine(
         loaded.model,
         loaded.config,
@@ -142,6 +179,7 @@ def open_engine(
         scheduling_policy,
         recorder=recorder,
         kv_events=publisher,
+        recording_failures=failures,
     )
     if loaded.disk_keys:
         engine.add_disk_keys(loaded.disk_keys)
@@ -206,6 +244,7 @@ def _create_recorder(
     policy: str | Policy,
     loaded: LoadedModel,
     lead: RankLead | None,
+    failures: FailureLog,
     exit_stack: ExitStack,
 ) -> RecordingWriter | None:
     """Return the recorder that the options name, complete once `exit_stack` closes, or None.
@@ -217,11 +256,12 @@ def _create_recorder(
     path = options.get("record")
     if path is not None:
         try:
-            file = exit_stack.enter_context(open(path, "w", encoding="utf-8", buffering=2**20))
+            file = RecordingFile(open(path, "w", encoding="utf-8", buffering=2**20), failures)
         except OSError as error:
             raise InvalidConfig(
                 "record", f"{path!r} cannot be written: {error.strerror}", "Name another file"
             ) from None
+        exit_stack.callback(file.close)
         writers.append(file.write)
     if lead is not None and options.get("check_ranks"):
         writers.append(lead.send_line)

@@ -30,6 +30,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidConfig
+from forge.failure_log import FailureLog
 from forge.kv_event_options import KVEventOptions
 from forge.kv_event_wire import batch_encoder, message, named_batch
 from forge.kv_events import AllBlocksCleared, KVEvent
@@ -182,6 +183,9 @@ class KVEventPublisher:
     def _publish(self) -> None:
         """Encode and send batches until the publisher closes. Only this thread uses the socket."""
         has_failed = False
+        failures = FailureLog(
+            LOG, "a batch of KV events is lost", "Subscribers find its number missing"
+        )
         while (batch := self._queue.get()) is not None:
             number, time_s, events, follows_gap = batch
             try:
@@ -192,8 +196,9 @@ class KVEventPublisher:
                 self._buffer.append(number, payload)
                 self._num_published += 1
                 has_failed = False
-            except Exception:  # without this thread the queue would fill
-                LOG.exception("batch %d of KV events was lost", number)
+                failures.succeed()
+            except Exception as error:  # without this thread the queue would fill
+                failures.fail(error)
                 self._num_failed += 1
                 has_failed = True
         self._publish_socket.close(linger=int(1000 * CLOSE_TIMEOUT_S))

@@ -375,8 +375,8 @@ def replay_recording(args: argparse.Namespace, settings: Settings) -> int:
         return 1
     if not result.is_complete:
         print(
-            "forge sim replay: FILE: the end of the recording is missing. "
-            "Close the server before its recording is copied, or record the run again",
+            "forge sim replay: FILE: the end of the recording is missing: its disk was full, or "
+            "its server still runs or was killed. All before it replays as it was recorded",
             file=sys.stderr,
         )
         return 1

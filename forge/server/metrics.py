@@ -216,6 +216,11 @@ METRICS = (
         lambda f: {"exported": f.spans.num_exported, "lost": f.spans.num_lost},
         MetricName("trace_spans_total", "outcome"),
     ),
+    _counter(
+        "Recordings that ended because their file could not be written",
+        lambda f: f.status.num_failed_recordings,
+        "recording_failures_total",
+    ),
     _gauge("Sessions that have not ended", lambda s: s.num_sessions, "sessions_open"),
     _gauge(
         "Of those, sessions without an open request",

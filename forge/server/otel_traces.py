@@ -33,6 +33,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from forge.engine_messages import StepReport
+from forge.failure_log import FailureLog
 from forge.outputs import TextDelta
 from forge.request import FinishReason, Request
 from forge.server.routes import RouteSpec
@@ -80,7 +81,7 @@ class SpanQueue(SpanProcessor):
         self._spans: Queue[ReadableSpan | None] = Queue(max_spans)
         self._lock = threading.Lock()
         self._num_exported = self._num_lost = 0
-        self._is_failing = False
+        self._failures = FailureLog(LOG, "spans are lost", "Later losses are counted only")
         self._thread = threading.Thread(target=self._run, name="forge-traces", daemon=True)
         self._thread.start()
 
@@ -119,19 +120,21 @@ class SpanQueue(SpanProcessor):
 
     def _export(self, batch: Sequence[ReadableSpan]) -> None:
         """Hand the spans to the exporter, and count them. Log the first of failures in a row."""
+        why: Exception | str | None = None
         try:
-            is_exported = self._exporter.export(batch) is SpanExportResult.SUCCESS
-            why = "the collector did not take them"
+            if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
+                why = "the collector did not take them"
         except Exception as error:  # the spans of one message must not end the thread
-            is_exported, why = False, repr(error)
+            why = error
         with self._lock:
-            if is_exported:
+            if why is None:
                 self._num_exported += len(batch)
             else:
                 self._num_lost += len(batch)
-        if not is_exported and not self._is_failing:
-            LOG.warning("%d spans are lost: %s. Later losses are counted only", len(batch), why)
-        self._is_failing = not is_exported
+        if why is None:
+            self._failures.succeed()
+        else:
+            self._failures.fail(why)
 
 
 @dataclass(slots=True)

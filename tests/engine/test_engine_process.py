@@ -315,7 +315,7 @@ def test_a_delta_is_the_same_after_a_pipe(fields: dict[str, Any]) -> None:
     delta = Delta(2**40, 1, **fields)
     tiers = TierStatus(*range(20, 35))
     status = EngineStatus(
-        *range(1, 6), True, False, "keep", True, 0, "0", *range(6, 18), tiers, KVEventCounts(3, 1)
+        *range(1, 6), True, False, "keep", True, 0, "0", *range(6, 19), tiers, KVEventCounts(3, 1)
     )
     figures = ([1.5, 2.5], [11], [(12, True)], [(13, None)], [PauseResult(14)], 12.5)
     report = StepReport([delta], [(8, "taken")], status, 0.5, *figures)

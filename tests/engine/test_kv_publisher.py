@@ -49,6 +49,14 @@ Content = dict[str, frozenset[int]]
 NOTHING: Content = {medium: frozenset() for medium in WIRE_MEDIA.values()}
 
 
+def await_published(publisher: KVEventPublisher, count: int) -> None:
+    """Wait until the thread of the socket has sent or lost so many batches."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while sum(publisher.counts) < count:
+        assert time.monotonic() < deadline_s, "the thread of the socket stands still"
+        threading.Event().wait(0.001)
+
+
 class Subscriber:
     """Folds the messages of a publisher in the order of their numbers.
 
@@ -56,6 +64,7 @@ class Subscriber:
     """
 
     def __init__(self, publisher: KVEventPublisher, topic: bytes = b"", hwm: int = 0) -> None:
+        self._publisher = publisher
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.SUB)
         self._live.set_hwm(hwm)
@@ -94,7 +103,11 @@ class Subscriber:
             assert self.read() is not None, f"message {last_number} does not come"
 
     def replay(self, first_number: int) -> list[int]:
-        """Fold the messages from this number on that the publisher still has."""
+        """Fold the messages from this number on that the publisher still has.
+
+        Its thread first makes those of all calls so far: a replay does not wait for it.
+        """
+        await_published(self._publisher, self._publisher._next_number)
         self._replay.send_multipart((b"", first_number.to_bytes(8, "big")))
         numbers = []
         while True:
@@ -275,13 +288,6 @@ class StallingBatch(list[KVEvent]):
         return super().__iter__()
 
 
-def await_published(publisher: KVEventPublisher, count: int) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while sum(publisher.counts) < count:
-        assert time.monotonic() < deadline_s, "the thread of the socket stands still"
-        threading.Event().wait(0.001)
-
-
 def test_while_the_socket_stalls_calls_return_and_dropped_batches_leave_a_gap() -> None:
     """The queue has room for two. The batch after the gap clears what came before it."""
     gate = threading.Event()
@@ -347,7 +353,10 @@ def test_a_batch_that_cannot_be_sent_is_counted_and_the_next_one_clears(
         assert publisher.counts == KVEventCounts(num_published=2, num_dropped=1)
         assert subscriber.replay(0) == [0, 2]
     assert subscriber.folds[2][DEVICE] == {int.from_bytes(B[-8:], "big")}
-    assert [record.getMessage() for record in caplog.records] == ["batch 1 of KV events was lost"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a batch of KV events is lost: None is no event of a cache. "
+        "Subscribers find its number missing"
+    ]
 
 
 # Subscribers that read slowly.
@@ -411,6 +420,7 @@ def test_messages_are_sent_before_the_publisher_closes() -> None:
             publisher([STORED_A])
         publisher.close()
         subscriber.read_until(first + 499)
+        await_published(publisher, first + 500)  # the count follows the message
     assert publisher.counts == (first + 500, 0)
 
 

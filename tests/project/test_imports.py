@@ -44,7 +44,7 @@ ENGINE_AND_BELOW = {
     *("acceptance", "proposers", "draft_length", "drafting", "recording"),
     *("max_len", "policy_calls", "commit_gate", "plan_rows", "step_bound", "uniform_steps"),
     *("pause", "pause_state", "weights", "weight_versions", "engine_checks", "steps_in_flight"),
-    *("recorder", "grammar_backend", "matchers", "stop_strings"),
+    *("recorder", "grammar_backend", "matchers", "stop_strings", "failure_log"),
     "wait_reasons",
     *("schema_keywords", "schema_grammar", "schema_check"),
     *("reasoning_counter", "thinking_budget"),
@@ -63,6 +63,7 @@ LLM_AND_BELOW = (
 # module -> modules of forge it may import. `x.*` is the package forge/x and everything in it.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "errors": set(),
+    "failure_log": {"errors"},
     "version": set(),
     "start_log": set(),
     "requirements": set(),
@@ -147,7 +148,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "chat_prompts": {"errors", "tokenizer"},
     "kv_event_wire": {"errors", "kv_events"},
     "kv_event_options": {"errors"},
-    "kv_publisher": {"errors", "kv_event_options", "kv_event_wire", "kv_events"},
+    "kv_publisher": {
+        *("errors", "failure_log", "kv_event_options", "kv_event_wire", "kv_events"),
+    },
     "load_report": {"scheduler"},
     "routing.*": {"blocks", "errors", "kv_events", "routing.*"},
     "ranks.*": {"errors", "log", "ranks.*"},

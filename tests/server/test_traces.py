@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -376,6 +377,64 @@ def test_no_request_waits_for_a_collector_that_hangs() -> None:
     collector.released.set()
     queue.close()
     assert queue.counts == SpanCounts(3, 3)
+
+
+def answer_badly(kind: str, listener: socket.socket, released: threading.Event) -> None:
+    """Accept connections until the listener is closed, and behave on each as `kind` says."""
+    with suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                if kind == "garbage":
+                    connection.recv(2**16)
+                    connection.sendall(b"\x00\xff garbage\r\n\r\n" * 100)
+                elif kind == "silent":
+                    released.wait(TIMEOUT_S)
+                elif kind == "drips":  # each byte comes before a timeout of reading
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+                    while not released.wait(0.05):
+                        connection.sendall(b"x")
+
+
+@contextmanager
+def bad_collector(kind: str) -> Iterator[str]:
+    """Yield the URL of a collector that behaves so until the end of the block."""
+    released = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
+        if kind == "refuses":
+            listener.close()
+        thread = threading.Thread(target=answer_badly, args=(kind, listener, released))
+        thread.start()
+        try:
+            yield url
+        finally:
+            released.set()
+            with suppress(OSError):  # it wakes the thread
+                listener.shutdown(socket.SHUT_RDWR)
+            thread.join(TIMEOUT_S)
+
+
+@needs_otel
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["refuses", "closes", "garbage", "silent", "drips"])
+def test_a_collector_that_answers_badly_delays_neither_requests_nor_the_end(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on behaving so until the traces are closed: what waited for it would time out."""
+    from forge.server.otel_traces import create_exporter
+
+    async def test(app: TracedApp) -> None:
+        for _ in range(3):
+            assert (await complete(app)).status_code == 200
+        await asyncio.to_thread(app.traces.close)
+        assert app.traces.counts.num_exported == 0
+
+    with bad_collector(kind) as url:
+        exporter = create_exporter(url)
+        exporter.spans = []  # run_traced returns them
+        run_traced(test, exporter)
+    assert [record.name for record in caplog.records].count("forge.traces") <= 1
 
 
 @needs_otel

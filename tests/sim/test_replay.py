@@ -109,9 +109,11 @@ def test_one_flipped_byte_is_found_in_its_line() -> None:
 
 def test_a_recording_that_was_cut_says_so() -> None:
     lines, _ = record_world(worlds(range(1))[0])
-    assert not replay(lines[:-1]).is_complete
-    with pytest.raises(InvalidConfig, match="it ends in the middle"):
-        replay([*lines[:-1], lines[-1][:12]])
+    for rest in ([], [lines[-1][:12]], [lines[-1][:-1]]):
+        found = replay([*lines[:-1], *rest])
+        assert (found.is_complete, found.difference, found.lines) == (False, None, len(lines) - 1)
+    with pytest.raises(InvalidConfig, match="line 1 is not as it was written"):
+        replay([lines[0][:12]])
     with pytest.raises(InvalidConfig, match="it is empty"):
         replay([])
 
