@@ -114,6 +114,7 @@ class FilmRecorder:
         self._device_span = device_span
         self._tables: dict[int, BlockTable] = {}
         self._hashes: dict[int, BlockHash] = {}
+        self._num_evictions = scheduler.pool.num_evictions
         self._seq_ids: dict[tuple[int, int], int] = {}
         self._in_flight: dict[int, StepPlan] = {}
         self._planned_us: dict[int, int] = {}
@@ -297,7 +298,7 @@ class FilmRecorder:
         if "plan" in line:
             self._add_rows(line, rows, freed)
         self._add_tables(line, rows, blocks)
-        self._add_contents(line, sorted(blocks))
+        self._add_contents(line, blocks)
         for name, value, known in (
             ("next", pool.next_free_block, state.next_block),
             ("host", self._scheduler.host_cache.num_held_blocks, state.num_host_blocks),
@@ -358,7 +359,8 @@ class FilmRecorder:
     def _add_tables(self, line: Line, rows: Sequence[Row], blocks: set[int]) -> None:
         """Add new tables, and how others changed; collect the blocks that came and went.
 
-        Within a call a table either grows or is cut, so its first blocks are those it had.
+        Within a call a table either grows or is cut, so its first blocks are those it had. Rows
+        that are left out imply the tokens of their tables; a table without a row may load.
         """
         state, tables = self.state, self._scheduler.pool.tables
         opened, grown, corrected = [], [], []
@@ -368,7 +370,7 @@ class FilmRecorder:
             opened.append([seq_id, table.num_tokens, *table.blocks])
             blocks.update(table.blocks)
         known_tables, known_tokens = state.tables, state.num_tokens
-        gains = len(rows) and "rows" not in line
+        gains = len(rows) == len(tables) and "rows" not in line
         ends = {} if gains else {row.seq_id: row.end for row in rows}
         for seq_id, table in tables.items():
             if seq_id in new_ids:
@@ -384,10 +386,26 @@ class FilmRecorder:
             if changes:
                 line[name] = changes
 
-    def _add_contents(self, line: Line, blocks: Sequence[int]) -> None:
-        """Add the blocks whose content is found from now on, or no longer."""
+    def _add_contents(self, line: Line, blocks: set[int]) -> None:
+        """Add the blocks whose content is found from now on, or no longer.
+
+        blocks   those of tables that changed. A table that grew and was freed since the line before
+                 has evicted others: then all are compared
+        """
+        pool = self._scheduler.pool
+        evicted, published = self._compare_contents(blocks)
+        if len(evicted) != pool.num_evictions - self._num_evictions:
+            others = self._compare_contents(self._hashes.keys() - blocks)
+            evicted, published = evicted + others[0], published + others[1]
+        self._num_evictions = pool.num_evictions
+        for name, changed in (("evict", evicted), ("publish", published)):
+            if changed:
+                line[name] = sorted(changed)
+
+    def _compare_contents(self, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Return those of these blocks that lost a known content, and those that got one."""
         hashes, pool = self._hashes, self._scheduler.pool
-        published, evicted = [], []
+        evicted, published = [], []
         for block in blocks:
             if block >= pool.num_blocks:
                 continue
@@ -400,7 +418,4 @@ class FilmRecorder:
             if block_hash is not None:
                 published.append(block)
                 hashes[block] = block_hash
-        if evicted:
-            line["evict"] = evicted
-        if published:
-            line["publish"] = published
+        return evicted, published

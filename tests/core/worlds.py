@@ -438,6 +438,22 @@ def build_engine(
     return model, recorder, Engine(recorder, world.config, world.tokenizer, policy)
 
 
+def build_displacing_engine(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
+    """Return what `build_engine` returns; a policy in two displaces sequences at random too."""
+    model, recorder, engine = build_engine(world)
+    rng = Random(f"{world.seed} displace")
+
+    def displace(
+        running: Sequence[Candidate], waiting: Sequence[Candidate], context: PolicyContext
+    ) -> Candidate | None:
+        return rng.choice(running) if rng.random() < 0.3 else None
+
+    if rng.random() < 0.5:
+        policy = engine.scheduler.policy._replace(displace=displace)
+        engine = Engine(recorder, world.config, world.tokenizer, policy)
+    return model, recorder, engine
+
+
 def _draft(world: RandomWorld) -> HashModel | None:
     speculation = world.config.speculation
     if speculation is None or speculation.method != "draft":

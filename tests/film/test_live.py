@@ -18,7 +18,13 @@ from forge.film.state import FilmState, Line
 from forge.models.hash import HashModel
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepPlan
-from tests.core.worlds import RandomWorld, RecordingModel, build_engine, draw_world, run_world
+from tests.core.worlds import (
+    RandomWorld,
+    RecordingModel,
+    build_displacing_engine,
+    draw_world,
+    run_world,
+)
 
 
 def assert_fold_is_the_engine(fold: FilmState, scheduler: Scheduler) -> None:
@@ -82,7 +88,7 @@ def film_world(world: RandomWorld, share: float, join_step: int) -> FoldedFilm:
     films: list[FoldedFilm] = []
 
     def create(world: RandomWorld) -> tuple[HashModel, RecordingModel, Engine]:
-        model, recorder, engine = build_engine(world)
+        model, recorder, engine = build_displacing_engine(world)
         films.append(FoldedFilm(engine.scheduler, share, join_step))
         engine.recorder = films[0]
         return model, recorder, engine
