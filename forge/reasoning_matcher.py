@@ -151,6 +151,11 @@ class ReasoningMatcher(GrammarMatcher):
         self.mask = self._compute_mask()
         return is_complete
 
+    def check_end(self) -> None:
+        """Raise where the structure is complete and does not allow the output."""
+        if self._matcher is not None:
+            self._matcher.check_end()
+
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
         """Return the masks after the first 1, 2, ... drafts, up to one that cannot follow or ends.
 

@@ -55,12 +55,18 @@ class _RecordedChecker(GrammarMatcher):
         if ending is None:
             return False
         tokens, error = ending
+        self._replay.endings[self._key] = (tokens - 1, error)
         if error is not None:
-            if error.startswith(f"{self._name}: "):
-                raise _RecordedFailure(error.partition(": ")[2])
+            if tokens == 1:
+                self.check_end()
             return False
-        self._replay.endings[self._key] = (tokens - 1, None)
         return tokens == 1
+
+    def check_end(self) -> None:
+        """Raise the recorded exception."""
+        _, error = self._replay.endings.get(self._key, (0, None))
+        if error is not None and error.startswith(f"{self._name}: "):
+            raise _RecordedFailure(error.partition(": ")[2])
 
     def draft_masks(self, drafts: Iterable[int]) -> list[bytes]:
         """Return as many masks as the recorded row had drafts."""
@@ -81,7 +87,8 @@ class _RecordedBudget(_RecordedChecker):
 class ReplayRun:
     """The scheduler, and the facts of the current line besides tokens.
 
-    endings              (request, choice) -> tokens until its text is complete, and its error
+    endings              (request, choice) -> tokens until its text is complete or fails, and the
+                         error
     num_allowed_drafts   sequence -> drafts that the grammar allowed
     deltas               the result of the current line
     """
@@ -189,7 +196,14 @@ class ReplayRun:
                 f"step {step} with {len(rows)} rows was committed, and {_describe_plan(ledger)} "
                 "is due"
             )
-        self.endings = {(r, c): (n, error) for r, c, n, error in entry.get("ended", ())}
+        num_tokens = {
+            row.seq_id: len(result.tokens) for row, result in zip(ledger[0].rows, rows, strict=True)
+        }
+        # No draft follows one that completes an output: its last token is the one that failed.
+        self.endings = {
+            (r, c): (n if error is None else num_tokens.get(self.sequence_of[r, c], 1), error)
+            for r, c, n, error in entry.get("ended", ())
+        }
         answers = tuple(FileAnswer(*answer) for answer in entry.get("answers", ()))
         output = StepOutput(step, rows, tuple(entry.get("undrafted", ())), answers)
         self.deltas = self.scheduler.commit(ledger[0], output)

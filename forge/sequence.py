@@ -68,9 +68,13 @@ class GrammarMatcher(Protocol):
     def feed(self, token: int) -> bool:
         """Append a token, and return whether the output is complete.
 
-        Raises when it cannot go on.
+        Raises when it cannot go on, and when the complete output does not have its structure.
         """
         ...
+
+    def check_end(self) -> None:
+        """Raise where the output ends here, before a token that is not fed, and must not."""
+        return
 
 
 def no_stop_checker(params: SamplingParams) -> StopChecker | None:
@@ -231,7 +235,7 @@ class Sequence:
 
         A stop id (from `min_tokens` on), stop string or structure that is complete comes before the
         length limit. An id outside the vocabulary ends it with an error, as does a checker that
-        raises.
+        raises, also at a stop id.
         """
         min_tokens = self.params.min_tokens
         checkers = (STOP_ERROR_PREFIX, self.stop_checker), (STRUCTURE_ERROR_PREFIX, self.matcher)
@@ -241,7 +245,7 @@ class Sequence:
                 return AppendResult(count - 1, FinishReason.ERROR, error=why)
             self.tokens.append(token)
             if token in self.stop_ids and self.num_output >= min_tokens:
-                return AppendResult(count, FinishReason.STOP, token)
+                return self._end_with_stop_id(count, token)
             is_complete = False
             for name, checker in checkers:  # both read every token
                 try:
@@ -253,6 +257,17 @@ class Sequence:
             if len(self.tokens) >= self.max_len:
                 return AppendResult(count, FinishReason.LENGTH)
         return AppendResult(len(tokens))
+
+    def _end_with_stop_id(self, count: int, token: int) -> AppendResult:
+        """Return the end of the sequence: an error where its matcher does not allow this output."""
+        try:
+            if self.matcher is not None:
+                self.matcher.check_end()
+        except Exception as error:  # a fault in one request ends that request alone
+            return AppendResult(
+                count, FinishReason.ERROR, error=f"{STRUCTURE_ERROR_PREFIX}: {error!r}"
+            )
+        return AppendResult(count, FinishReason.STOP, token)
 
     def take_prompt_logprobs(
         self, start: int, logprobs: tuple[TokenLogprob, ...]

@@ -41,6 +41,7 @@ from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.mask_threads import MIN_MASKS, MaskThreads
 from forge.reasoning_matcher import ReasoningMasks, ReasoningMatcher
 from forge.request import Reasoning, Structure, StructureKind, num_properties
+from forge.schema_check import SchemaCheck, SchemaViolation
 from forge.schema_grammar import prepare_schema
 from forge.sequence import GrammarMatcher
 from forge.tokenizer import Tokenizer, Vocabulary
@@ -98,11 +99,13 @@ class _CompiledGrammar:
 
     lexers       equal matchers in turn, each with its own lexer; an output is a copy of the next
     level        the level within whose limits it was compiled
+    check        of complete outputs, where the structure is a schema
     """
 
     lexers: Iterator[llguidance.LLMatcher]
     first_mask: bytes
     level: QueueLevel
+    check: SchemaCheck | None
 
 
 class _AddedToken(NamedTuple):
@@ -125,12 +128,16 @@ class LLGuidanceMatcher(GrammarMatcher):
     mask      ids that may come next: id t is bit t % 8 of byte t // 8
     lexer     the matcher that this one is a copy of. Its copies share a lexer and the lock of it
     matcher   the copy, which follows this output
+
+    An output that is complete by the masks is compared with its schema once more: a parser of JSON
+    merges names that a grammar distinguishes. SchemaViolation is raised where it does not fit.
     """
 
     def __init__(
         self,
         grammar: _CompiledGrammar,
         lexer: llguidance.LLMatcher,
+        token_bytes: Callable[[int], bytes],
         forbidden_ids: Iterable[int],
         on_error: Callable[[], None],
     ) -> None:
@@ -141,6 +148,8 @@ class LLGuidanceMatcher(GrammarMatcher):
         self._forbidden_ids = tuple(forbidden_ids)
         self._on_error = on_error
         self._added: _AddedToken | None = None
+        self._token_bytes = token_bytes
+        self._tokens: list[int] = []
         self.mask = self._clear_forbidden(grammar.first_mask)
 
     def start_feed(self, token: int) -> bool:
@@ -171,9 +180,24 @@ class LLGuidanceMatcher(GrammarMatcher):
         if added.error is not None:
             self._on_error()
             raise added.error
-        if not added.is_complete:
+        self._tokens.append(token)
+        if added.is_complete:
+            self.check_end()
+        else:
             self.mask = added.mask
         return added.is_complete
+
+    def check_end(self) -> None:
+        """Raise SchemaViolation where the output is complete and does not have its schema.
+
+        Raises ValueError where comparing takes too long.
+        """
+        check = self._grammar.check
+        if check is not None and self.matcher.is_accepting():
+            text = b"".join(map(self._token_bytes, self._tokens)).decode()
+            violation = check.find_violation(text)
+            if violation is not None:
+                raise SchemaViolation(violation)
 
     def _add(self, token: int) -> _AddedToken:
         if not self.matcher.consume_token(token):
@@ -342,11 +366,15 @@ class LLGuidanceBackend:
         forbidden_ids, lexer = () if allow_end else self._end_ids, next(grammar.lexers)
 
         def create() -> LLGuidanceMatcher:
-            return LLGuidanceMatcher(grammar, lexer, forbidden_ids, forget)
+            return LLGuidanceMatcher(grammar, lexer, self._text_bytes, forbidden_ids, forget)
 
         if structure.reasoning is None:
             return create()
         return ReasoningMatcher(self._get_or_build_masks(structure.reasoning), create)
+
+    def _text_bytes(self, token: int) -> bytes:
+        """Return what the token adds to an output: an end id adds nothing."""
+        return b"" if token in self._end_ids else self._tokenizer.token_bytes(token)
 
     def _get_or_build_masks(self, reasoning: Reasoning) -> ReasoningMasks:
         """Return the masks of this reasoning. The most recently used ones are kept."""
@@ -472,7 +500,13 @@ def compile_grammar(
     if probe.is_error() or not any(first_mask):
         raise _invalid_structure_error(structure.kind, _describe_error(probe))
     lexers = cycle([matcher, *(create() for _ in range(num_lexers - 1))])
-    return _CompiledGrammar(lexers, first_mask, level)
+    check = None
+    if structure.kind is StructureKind.JSON_SCHEMA:
+        try:
+            check = SchemaCheck(json.loads(structure.text))
+        except RecursionError:
+            raise _invalid_structure_error(structure.kind, "a literal nests too deep") from None
+    return _CompiledGrammar(lexers, first_mask, level, check)
 
 
 def _build_grammar(structure: Structure) -> str:

@@ -260,6 +260,18 @@ def structure_too_complex_error() -> APIError:
     )
 
 
+def schema_violation_error(problem: str) -> APIError:
+    """Return the 400 for an output that is complete and does not have its schema.
+
+    It can be sent again: other tokens may be sampled.
+    """
+    return APIError(
+        400,
+        "schema_violation",
+        f"The output does not have its schema: {problem}. Send the request again",
+    )
+
+
 def server_error() -> APIError:
     """Return the 500 for a bug of the server."""
     return APIError(

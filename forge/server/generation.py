@@ -24,6 +24,7 @@ from forge.errors import EngineClosed, EngineDead, InvalidRequest
 from forge.llm import RequestFields
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
+from forge.schema_check import SchemaViolation
 from forge.sequence import STRUCTURE_ERROR_PREFIX
 from forge.server.admission import AdmissionQueue
 from forge.server.errors import (
@@ -31,6 +32,7 @@ from forge.server.errors import (
     ClientDisconnected,
     engine_dead_error,
     request_failed_error,
+    schema_violation_error,
     shutting_down_error,
     structure_too_complex_error,
 )
@@ -195,7 +197,11 @@ def _is_failure(llm: AsyncLLM, delta: TextDelta) -> bool:
 def _delta_error(llm: AsyncLLM, delta: TextDelta, http_request_id: str) -> APIError:
     if delta.finish_reason == "abort":
         return shutting_down_error()
-    if (delta.error or "").startswith(f"{STRUCTURE_ERROR_PREFIX}: "):
+    kind, _, problem = (delta.error or "").partition(": ")
+    if kind == STRUCTURE_ERROR_PREFIX:
+        name, _, violation = problem.partition("(")
+        if name == SchemaViolation.__name__:
+            return schema_violation_error(violation[1:-2])  # of its repr, without quotes
         return structure_too_complex_error()
     LOG.error("request %s failed: %s", http_request_id, delta.error)
     return request_failed_error() if llm.failure is None else engine_dead_error()

@@ -14,12 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge import LLM, Engine, HashModel, Request, SamplingParams, Structure
+from forge.config import Speculation
 from forge.errors import InvalidRequest
 from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.mask_threads import MIN_MASKS
 from forge.models.logits import FaultHooks
 from forge.models.model_wrapper import ModelWrapper
-from forge.request import MAX_PATTERN_CHARS, MAX_STRUCTURE_CHARS, Delta, FinishReason
+from forge.policy import FCFS
+from forge.recording import RecordingWriter, build_header, read_entries
+from forge.replay_run import ReplayRun
+from forge.request import (
+    MAX_PATTERN_CHARS,
+    MAX_STRUCTURE_CHARS,
+    Delta,
+    FinishReason,
+    Reasoning,
+    ThinkingBudget,
+)
+from forge.schema_check import SchemaViolation
+from forge.sequence import GrammarMatcher
 from forge.structured_output import (
     CACHE_MIB,
     MAX_CHECKED_STRUCTURES,
@@ -842,3 +855,140 @@ def test_a_matcher_that_cannot_be_made_refuses_its_request_alone(
     assert not engine.has_work and not engine.scheduler.requests
     engine.submit(Request(0, (1,), SamplingParams(max_tokens=2)))
     assert engine.has_work
+
+
+# What a parser reads differently than a grammar.
+
+EVADED: list[tuple[Any, str]] = [
+    (
+        {"type": "object", "properties": {"path": {"enum": ["/tmp/a"]}}, "required": ["path"]},
+        '{"path": "/tmp/a", "\\u0070ath": "/etc"}',
+    ),
+    ({"type": "object", "properties": {"a\nb": {"const": 1}}}, '{"a\\u000ab": 2}'),
+    ({"type": "object", "properties": {'a"b': {"const": 1}}}, '{"a\\u0022b": 2}'),
+    ({"type": "object", "properties": {"\u00e9": {"const": 1}}}, '{"\\u00e9": 2}'),
+    ({"type": "object", "properties": {"\U0001f600": {"const": 1}}}, '{"\\ud83d\\ude00": 2}'),
+    ({"type": "object", "patternProperties": {"^x": {"const": 1}}}, '{"\\u0078": 2}'),
+    ({"items": {"properties": {"a": {"const": 1}}}}, '[{"\\u0061": 2}]'),
+    ({"type": "string", "format": "date"}, '"2023-02-29"'),
+    ({"type": "string", "format": "date"}, '"0000-01-01"'),
+    ({"type": ["string", "null"], "format": "date-time", "pattern": "T"}, '"1900-02-29T00:00:00Z"'),
+    ({"type": "string", "format": "time"}, '"12:00:60Z"'),
+]
+MERGED: list[tuple[Any, str]] = [
+    ({"type": "object"}, '{"x": 1, "x": "y"}'),
+    ({"additionalProperties": {"type": "integer"}}, '{"k": 1, "k": 2}'),
+    (True, '[{"a": {"b": 1, "b": 1}}]'),
+    (
+        {"type": "object", "properties": {"a\u0001": {"const": 1}}},
+        '{"a\\u0001": 1, "\\u0061\\u0001": 2}',
+    ),
+    ({"type": "number"}, "1e400"),
+    ({"type": "number", "exclusiveMaximum": 5}, "4.999999999999999999"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1"),
+    (True, "[" * 200 + "]" * 200),
+]
+ONCE_EACH = {
+    "type": "object",
+    "patternProperties": {"^k$": {"const": 1}},
+    "additionalProperties": False,
+    "minProperties": 2,
+    "maxProperties": 2,
+}
+"""A schema whose masks allow one text only, in which a name comes twice."""
+ONE_OF = {"oneOf": [{"enum": [1, 12]}, {"enum": [1, 12]}]}
+"""A schema that both options of allow 1 and 12, after which an output may end or continue."""
+
+
+def allowed_length(matcher: GrammarMatcher, text: str) -> int:
+    """Feed the tokens of the text that masks allow, and return their number."""
+    for count, token in enumerate(TOKENIZER.encode(text)):
+        if token not in ids_in(matcher.mask):
+            return count
+        matcher.feed(token)
+    return len(text)
+
+
+@pytest.mark.parametrize(("schema", "text"), EVADED)
+def test_a_mask_refuses_another_spelling_and_a_day_that_no_calendar_has(
+    schema: Any, text: str
+) -> None:
+    structure = Structure.json_schema(schema)
+    matcher = SHARED_STRUCTURES.create_matcher(structure, allow_end=True)
+    assert allowed_length(matcher, text) < len(text.encode())
+
+
+@pytest.mark.parametrize(("schema", "text"), MERGED)
+def test_a_complete_text_that_parsers_read_differently_violates_its_schema(
+    schema: Any, text: str
+) -> None:
+    matcher = SHARED_STRUCTURES.create_matcher(Structure.json_schema(schema), allow_end=True)
+    with pytest.raises(SchemaViolation):
+        assert allowed_length(matcher, text) == len(text)
+        matcher.check_end()
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (
+            {"type": "object", "properties": {"a": {}}},
+            '{"a": "\\n\\t\\"\\\\/\u00e9", "b": {"a": 1}}',
+        ),
+        ({"type": "object", "additionalProperties": False}, "{}"),
+        ({"type": "string"}, '"\\u001b[0m"'),
+        ({"properties": {"a": {"const": "\u001b"}}}, '{"a": "\\u001b"}'),
+        ({"type": "string", "format": "date"}, '"2000-02-29"'),
+        ({"type": "string", "format": "date-time"}, '"0001-12-31t23:59:59.5+23:59"'),
+        ({"type": "string", "format": "password", "maxLength": 3}, '"a"'),
+        ({"type": "integer", "format": "int64"}, "12"),
+        ({"oneOf": [{"type": "integer", "minimum": 5}, {"type": "integer", "maximum": 2}]}, "7"),
+        ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"const": 1}}}, "1"),
+    ],
+)
+def test_what_parsers_read_alike_is_allowed(schema: Any, text: str) -> None:
+    matcher = SHARED_STRUCTURES.create_matcher(Structure.json_schema(schema), allow_end=True)
+    assert allowed_length(matcher, text) == len(text)
+    matcher.check_end()
+
+
+@pytest.mark.parametrize("reasoning", [None, Reasoning("", "k")])
+@pytest.mark.parametrize("method", [None, "ngram"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_violation_ends_each_choice_with_an_error_and_is_replayed(
+    depth: int, method: str | None, reasoning: Reasoning | None
+) -> None:
+    """Some outputs end with an end token, some where nothing can follow."""
+    speculation = Speculation(num_tokens=3, method=method) if method else None
+    options = config(blocks=256, depth=depth, seed=1, speculation=speculation)
+    lines: list[str] = []
+    header = build_header(options, 257, END, FCFS.__class__.__name__, "0")
+    writer = RecordingWriter(lines.append, lambda: 0, header)
+    engine = Engine(HashModel(num_blocks=256, block_size=4), options, TOKENIZER, recorder=writer)
+    prompt = tuple(TOKENIZER.encode('{"k": 1, "k": 1}12k'))
+    for number in range(8):
+        structure = Structure.json_schema(ONE_OF if number % 2 else ONCE_EACH)
+        budget = None
+        if reasoning is not None:
+            structure = structure._replace(reasoning=reasoning)
+            budget = ThinkingBudget(3, reasoning, tuple(TOKENIZER.encode(reasoning.end)))
+        params = SamplingParams(
+            max_tokens=60, seed=number, n=2, structure=structure, thinking_budget=budget
+        )
+        engine.submit(Request(number, prompt, params))
+    ends: dict[tuple[int, int], str | None] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.finish is not None:
+                assert delta.finish is FinishReason.ERROR
+                ends[delta.request_id, delta.choice] = delta.error
+    twice = "structure: SchemaViolation(\"the name 'k' comes twice in an object\")"
+    assert len(ends) == 16
+    assert {ends[number, 0] for number in (0, 2, 4, 6)} == {twice}
+    assert {ends[number, 1] for number in (1, 3, 5, 7)} == {
+        "structure: SchemaViolation(\"'oneOf' does not allow its value at '/'\")"
+    }
+    writer.close()
+    entries = [entry for _, entry in read_entries(lines)]
+    replay = ReplayRun(entries[0], FCFS)
+    assert [each for each in map(replay.apply, entries[1:-1]) if each is not None] == []

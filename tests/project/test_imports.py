@@ -120,7 +120,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "reasoning_matcher": {"request", "sequence"},
     "structured_output": {
         *("errors", "feedback_queue", "mask_threads", "reasoning_matcher"),
-        *("request", "schema_grammar", "sequence", "tokenizer"),
+        *("request", "schema_check", "schema_grammar", "sequence", "tokenizer"),
     },
     "feedback_queue": set(),
     "grammar_sandbox": {"errors", "feedback_queue", "request", "structured_output", "tokenizer"},

@@ -268,3 +268,57 @@ def test_a_structure_that_finds_no_room_in_the_slow_level_may_be_sent_again(
         line.close()
     assert (error.value.status, error.value.code) == (429, "queue_full")
     assert error.value.headers == {"retry-after": "1"}
+
+
+TWICE = {
+    "type": "object",
+    "patternProperties": {"^k$": {"const": 1}},
+    "additionalProperties": False,
+    "minProperties": 2,
+    "maxProperties": 2,
+}
+"""A schema whose masks allow one text only, in which a name comes twice."""
+TWICE_FORMAT = {"type": "json_schema", "json_schema": {"name": "twice", "schema": TWICE}}
+TWICE_BODIES: list[tuple[str, dict[str, Any]]] = [
+    *((path, build_body(path, response_format=TWICE_FORMAT)) for path in PATHS),
+    ("/v1/completions", build_body("", response_format=TWICE_FORMAT, n=3)),
+    ("/v1/completions", build_body("", prompt=["a", "b"], structured_outputs={"json": TWICE})),
+    (
+        "/v1/chat/completions/batch",
+        {
+            **{"model": "hash", "max_tokens": 100, "response_format": TWICE_FORMAT},
+            "messages": 2 * [[{"role": "user", "content": "hi"}]],
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "model": "hash",
+            "input": "hi",
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": TWICE}},
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            **build_body("chat"),
+            "output_config": {"format": {"type": "json_schema", "schema": TWICE}},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TWICE_BODIES)
+def test_an_output_that_parsers_read_in_different_ways_is_an_error(
+    server: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    answer = server.post(path, **body)
+    assert answer.status_code == 400
+    assert "the name 'k' comes twice in an object" in answer.json()["error"]["message"]
+    if not path.endswith("messages"):
+        assert answer.json()["error"]["code"] == "schema_violation"
+    if path.endswith(("batch", "generate")):
+        return
+    answer = server.post(path, **body, stream=True)
+    assert "the name 'k' comes twice in an object" in answer.text
+    assert not any(end in answer.text for end in ("[DONE]", '"stop"', "response.completed"))
