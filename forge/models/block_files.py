@@ -6,6 +6,9 @@ tensor: a content is bytes under a key. Whatever is wrong with a file or the dis
     write   reserve bytes ──► .KEY.N.tmp, locked, at its full size ──► content ──► rename to KEY
     read    open without following links ──► header ──► pieces, each verified ──► the caller
 
+A read never waits for the folder, and a write waits for another process once: as long as that holds
+the folder, later writes fail at once. A folder that is deleted and made again is opened again.
+
 The format of a file is in file_format.py.
 
 Always true: files and temporary files together are within the budget, also between two processes.
@@ -19,18 +22,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import stat
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from struct import Struct
 from threading import Lock
 
 from forge.errors import InvalidConfig, one_line
+from forge.failure_log import FailureLog
 from forge.models.file_format import (
     HASH_BYTES,
     MAX_CONTENT_BYTES,
@@ -38,6 +43,11 @@ from forge.models.file_format import (
     read_for_timing,
     verified_pieces,
 )
+
+LOG = logging.getLogger("forge.kv_files")
+
+MAX_LATE_NAMES = 4096
+"""Files read, and files to remove, that are kept until the folder is held next."""
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO under a key must not block
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -50,6 +60,15 @@ _GENERATION = Struct("<Q")
 """Content of the lock file: it grows before each change of the folder."""
 
 
+def try_lock(fd: int) -> bool:
+    """Lock an open file against other openings, and return whether none of them holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 class BlockFiles:
     """Contents of blocks in a folder. Any thread may call it.
 
@@ -58,23 +77,38 @@ class BlockFiles:
     max_bytes         most bytes of all files of the folder, those of other processes included
     max_lock_wait_s   most seconds to wait while another process holds the folder. Then a write
                       fails, and opening the folder raises InvalidConfig
+    try_lock          takes the open lock file, and returns whether it was free
     """
 
     def __init__(
-        self, folder: str | Path, layout: bytes, max_bytes: int, max_lock_wait_s: float = 2.0
+        self,
+        folder: str | Path,
+        layout: bytes,
+        max_bytes: int,
+        max_lock_wait_s: float = 2.0,
+        try_lock: Callable[[int], bool] = try_lock,
     ) -> None:
         self.layout = layout
         self.max_bytes = max_bytes
         self._max_lock_wait_s = max_lock_wait_s
+        self._try_lock = try_lock
+        self._has_timed_out = False  # the last wait for the folder was in vain
         self._folder = os.fspath(folder)
+        self._failures = FailureLog(
+            LOG,
+            f"blocks cannot be written to {self._folder}",
+            "The engine computes what it does not find there, and tries again with each block",
+        )
         self._lock = Lock()
+        self._names_read: deque[str] = deque(maxlen=MAX_LATE_NAMES)
+        self._names_to_remove: deque[str] = deque(maxlen=MAX_LATE_NAMES)
         self._dir_fd = _open_folder(self._folder)
         self._lock_fd = -1
         self._bytes_by_name: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._num_bytes = 0
         self._generation = -1
         try:
-            self._lock_fd = self._open(_LOCK, os.O_RDWR | os.O_CREAT)
+            self._lock_fd = self._open_lock()
             with self._changes():
                 self._remove_abandoned()
         except TimeoutError as error:
@@ -136,11 +170,13 @@ class BlockFiles:
                     self._bytes_by_name[name] = self._bytes_by_name.pop(temporary)
             finally:
                 os.close(fd)  # and unlocked: not before it has its name
-            return True
-        except OSError:
+        except OSError as error:
+            self._failures.fail(error)
             if temporary:
                 self.remove(temporary)
             return False
+        self._failures.succeed()
+        return True
 
     def read(self, key: bytes, write: Callable[[memoryview], bool]) -> bool:
         """Pass the content under the key to `write` in pieces; return whether all were passed.
@@ -167,9 +203,7 @@ class BlockFiles:
             return False
         finally:
             os.close(fd)
-        with self._lock:
-            if name in self._bytes_by_name:
-                self._bytes_by_name.move_to_end(name)
+        self._names_read.append(name)
         return True
 
     def num_bytes_read(self, key: bytes) -> int:
@@ -201,9 +235,14 @@ class BlockFiles:
                 os.close(fd)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
-        with suppress(OSError), self._changes():
-            self._unlink(name)
+        """Remove a file, if it is there: with the next change, where the folder is held now."""
+        self._names_to_remove.append(name)
+        if self._lock.acquire(blocking=False):
+            try:
+                with suppress(OSError), self._holding(0.0), self._changing():
+                    pass  # a change begins with what is to be removed
+            finally:
+                self._lock.release()
 
     def _is_listed(self, name: str) -> bool:
         try:
@@ -226,51 +265,80 @@ class BlockFiles:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the folder against other threads and processes, with its files listed."""
-        with self._lock:
-            self._lock_folder()
-            try:
-                data = os.pread(self._lock_fd, _GENERATION.size, 0)
-                generation = int.from_bytes(data, "little")
-                if generation != self._generation:
-                    self._list_files()
-                    self._generation = generation
-                yield
-            finally:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        """Hold the folder against other threads and processes, with its files listed.
 
-    def _lock_folder(self) -> None:
-        """Lock the folder against other processes. Raises TimeoutError."""
-        deadline_s = time.monotonic() + self._max_lock_wait_s
+        Raises TimeoutError, at once while the process that holds it is the one waited for before.
+        """
+        with self._lock, ExitStack() as stack:
+            has_timed_out, self._has_timed_out = self._has_timed_out, True
+            stack.enter_context(self._holding(0.0 if has_timed_out else self._max_lock_wait_s))
+            self._has_timed_out = False
+            yield
+
+    @contextmanager
+    def _holding(self, max_wait_s: float) -> Iterator[None]:
+        """Hold the folder against other processes, with its files listed. Raises TimeoutError."""
+        self._lock_folder(max_wait_s)
+        try:
+            data = os.pread(self._lock_fd, _GENERATION.size, 0)
+            generation = int.from_bytes(data, "little")
+            if generation != self._generation:
+                self._list_files()
+                self._generation = generation
+            while self._names_read:
+                name = self._names_read.popleft()
+                if name in self._bytes_by_name:
+                    self._bytes_by_name.move_to_end(name)
+            yield
+        finally:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def _lock_folder(self, max_wait_s: float) -> None:
+        deadline_s = time.monotonic() + max_wait_s
         while True:
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._try_lock(self._lock_fd):
                 if os.fstat(self._lock_fd).st_nlink:
                     return
                 # Something has removed the file: other processes lock the one in its place.
-                lock_fd = self._open(_LOCK, os.O_RDWR | os.O_CREAT)
+                lock_fd = self._open_lock()
                 os.close(self._lock_fd)
                 self._lock_fd, self._generation = lock_fd, -1
                 continue
-            except BlockingIOError:
-                if time.monotonic() >= deadline_s:
-                    raise TimeoutError(
-                        f"another process has held {self._folder}/{_LOCK} for more than "
-                        f"{self._max_lock_wait_s} s"
-                    ) from None
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError(
+                    f"another process has held {self._folder}/{_LOCK} for more than "
+                    f"{self._max_lock_wait_s} s"
+                )
             time.sleep(_LOCK_POLL_S)
+
+    def _open_lock(self) -> int:
+        """Return the lock file, opened; also that of the folder in the place of a deleted one."""
+        with suppress(FileNotFoundError):  # no file can be made in a deleted folder
+            return self._open(_LOCK, os.O_RDWR | os.O_CREAT)
+        os.stat(self._folder)  # raises FileNotFoundError: this process does not make it again
+        try:
+            fd = _open_folder(self._folder)
+        except InvalidConfig as error:
+            raise OSError(one_line(error)) from error
+        os.dup2(fd, self._dir_fd, inheritable=False)  # threads that read have the number
+        os.close(fd)
+        return self._open(_LOCK, os.O_RDWR | os.O_CREAT)
 
     @contextmanager
     def _changes(self) -> Iterator[int]:
-        """Hold the folder for a change, and yield its number, which no other change has.
-
-        Other processes list the folder again, also if this one dies.
-        """
-        with self._exclusive():
-            generation, self._generation = (self._generation + 1) % 2**64, -1
-            os.pwrite(self._lock_fd, _GENERATION.pack(generation), 0)
+        """Hold the folder for a change, and yield its number, which no other change has."""
+        with self._exclusive(), self._changing() as generation:
             yield generation
-            self._generation = generation  # not after an error: this process lists it again too
+
+    @contextmanager
+    def _changing(self) -> Iterator[int]:
+        """Let other processes list the folder that is held again, also if this one dies."""
+        generation, self._generation = (self._generation + 1) % 2**64, -1
+        os.pwrite(self._lock_fd, _GENERATION.pack(generation), 0)
+        while self._names_to_remove:
+            self._unlink(self._names_to_remove.popleft())
+        yield generation
+        self._generation = generation  # not after an error: this process lists it again too
 
     def _list_files(self) -> None:
         """List keys' files and temporary ones. Others are not counted, and never removed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from forge.errors import InvalidConfig
-from forge.models.block_files import BlockFiles
+from forge.models.block_files import BlockFiles, try_lock
 from forge.models.file_format import PIECE_BYTES, header_bytes
 from tests.models.block_contents import (
     KILLED_BYTES,
@@ -633,4 +634,107 @@ def test_a_folder_that_another_process_holds_is_refused(folder: Path) -> None:
             files.keys()
     fill(files, range(1, 2))
     assert files.keys() == [key_of(0), key_of(1)]
+    files.close()
+
+
+class CountingLock:
+    """Takes the folder's lock, unless another process is said to hold it. Counts the tries."""
+
+    def __init__(self) -> None:
+        self.is_held_elsewhere = False
+        self.num_tries = 0
+
+    def __call__(self, fd: int) -> bool:
+        self.num_tries += 1
+        return not self.is_held_elsewhere and try_lock(fd)
+
+
+def test_after_one_timeout_writes_fail_at_once_until_the_folder_is_free(folder: Path) -> None:
+    lock = CountingLock()
+    files = BlockFiles(folder, LAYOUT, 10**7, max_lock_wait_s=0.01, try_lock=lock)
+    for _ in range(2):
+        lock.is_held_elsewhere = True
+        lock.num_tries = 0
+        assert not files.write(key_of(0), content_of(0))
+        assert lock.num_tries > 1, "the first one waits"
+        lock.num_tries = 0
+        threads = [
+            threading.Thread(target=files.write, args=(key_of(i), content_of(i))) for i in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert lock.num_tries == 8
+        lock.is_held_elsewhere = False
+        fill(files, range(3))
+    assert files.keys() == [key_of(number) for number in range(3)]
+
+
+def test_reads_do_not_wait_for_a_folder_that_another_process_holds(folder: Path) -> None:
+    """What was read counts as used, and a damaged file is removed, once the folder is free."""
+    lock = CountingLock()
+    max_bytes = 3 * (header_bytes(1000) + 1000)
+    files = BlockFiles(folder, LAYOUT, max_bytes, max_lock_wait_s=60.0, try_lock=lock)
+    fill(files, range(3))
+    (folder / key_of(2).hex()).write_bytes(b"damaged")
+    lock.is_held_elsewhere = True
+    lock.num_tries = 0
+    assert read(files, 0) == content_of(0)
+    assert lock.num_tries == 0
+    assert [read(files, 2), read(files, 2)] == [None, None]
+    assert lock.num_tries == 2, "each tries once to remove the file"
+    lock.is_held_elsewhere = False
+    fill(files, range(3, 4))
+    assert files.keys() == [key_of(number) for number in (1, 0, 3)]
+    fill(files, range(4, 5))
+    assert files.keys() == [key_of(number) for number in (0, 3, 4)]
+
+
+def test_a_read_does_not_wait_for_a_thread_that_writes(folder: Path) -> None:
+    """A write waits for another process, and with it whatever takes the lock of the threads."""
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def wait_for_the_test(fd: int) -> bool:
+        if waits.is_set():
+            assert goes_on.wait(60)
+        return try_lock(fd)
+
+    files = BlockFiles(folder, LAYOUT, 10**7, try_lock=wait_for_the_test)
+    fill(files, range(2))
+    (folder / key_of(1).hex()).write_bytes(b"damaged")
+    waits.set()
+    writer = threading.Thread(target=files.write, args=(key_of(2), content_of(2)))
+    writer.start()
+    while not files._lock.locked():
+        threading.Event().wait(0.001)
+    assert (read(files, 0), read(files, 1)) == (content_of(0), None)
+    goes_on.set()
+    writer.join()
+    assert files.keys() == [key_of(0), key_of(2)]
+
+
+# A folder that is deleted.
+
+
+def test_a_folder_that_is_made_again_gets_files_again(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = BlockFiles(folder, LAYOUT, 10**7)
+    fill(files, range(2))
+    num_open = len(os.listdir("/proc/self/fd"))
+    for round_ in range(2):
+        shutil.rmtree(folder)
+        for _ in range(5):
+            assert not files.write(key_of(3), content_of(3)) and read(files, 0) is None
+        folder.mkdir(mode=0o755)
+        assert not files.write(key_of(3), content_of(3)), "others can enter it"
+        folder.chmod(0o700)
+        fill(files, range(3, 5))
+        assert [read(files, number) for number in (0, 3)] == [None, content_of(3)]
+        assert files.keys() == [key_of(4), key_of(3)]
+        assert files.num_bytes == bytes_on_disk(folder)
+        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(caplog.records) == round_ + 1, "each row of failures is logged once"
+    assert "No such file or directory" in caplog.text
     files.close()

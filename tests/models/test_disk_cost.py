@@ -149,7 +149,7 @@ def test_files_that_cannot_be_read_cost_more_than_computing(
 def test_a_folder_that_another_process_holds_costs_more_than_computing(
     files: TimedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def held() -> None:
+    def held(max_wait_s: float) -> None:
         raise TimeoutError
 
     with ThreadPoolExecutor(1) as executor:

@@ -141,6 +141,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
         *("cpu_count", "models.*", "ranks.*", "start_log", "tier_options", "version", "weights"),
+        "failure_log",
     },
     "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
     "outputs": {"request", "timings", "tokenizer"},
