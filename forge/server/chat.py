@@ -29,7 +29,6 @@ from forge.request import (
     NOTHING_CACHED,
     Request,
     SamplingParams,
-    Structure,
     TokenLogprob,
 )
 from forge.server import generation
@@ -234,6 +233,10 @@ class ChatRequest(StreamingRequest):
         """Tools that the answer may call; None without any. Raises InvalidRequest."""
         return parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
+    def replace_tools(self, tools: ToolSet) -> None:
+        """Set `callable_tools` to tools with less of their schemas; the prompt stays the same."""
+        self.__dict__["callable_tools"] = tools
+
     def render_prompt(self, tokenizer: Tokenizer) -> list[int]:
         """Return the ids of the rendered chat. Raises InvalidRequest. May be slow."""
         messages, variables = parse_messages(self.messages), dict(self.template_variables())
@@ -322,52 +325,87 @@ async def build_request(
     names = FieldNames({"thinking_budget": "thinking_token_budget", "logprobs": "top_logprobs"})
     with names.rename_errors(), _relabel_max_tokens_error(request_body):
         # A template is a program, and texts may be long: a thread keeps the event loop free.
+        tokenizer = queue.llm.tokenizer
         params, prompt_ids = await asyncio.to_thread(
-            _read_params_and_prompt, request_body, queue.llm.tokenizer, formats
+            _read_params_and_prompt, request_body, tokenizer, formats
         )
-        prompt, tools = NamedPrompt("messages", prompt_ids), request_body.callable_tools
-        try:
-            (request,) = await generation.build_requests(
-                queue, request_body, [prompt], params, head
+        prompt = NamedPrompt("messages", prompt_ids)
+        while True:
+            try:
+                (request,) = await generation.build_requests(
+                    queue, request_body, [prompt], params, head
+                )
+                return request
+            except InvalidRequest as error:
+                answer, tools = request_body.named_structure, request_body.callable_tools
+                fields = ["structure"] if answer is None else ["structure", answer.field]
+                if tools is None or error.field not in fields:
+                    raise
+                if error.code == TOO_COSTLY_CODE:
+                    relaxed = tools.relax_tools()
+                else:
+                    relaxed = await _relax_parts(queue, request_body, tools, formats)
+                if relaxed == tools:
+                    code = error.code if error.code == TOO_COSTLY_CODE else "invalid_schema"
+                    raise InvalidRequest("tools", error.problem, error.remedy, code) from None
+                request_body.replace_tools(relaxed)
+            params = await asyncio.to_thread(
+                _with_structure, params, request_body, prompt_ids, tokenizer, formats
             )
-        except InvalidRequest as error:
-            answer = request_body.named_structure
-            fields = ["structure"] if answer is None else ["structure", answer.field]
-            if tools is None or error.field not in fields:
-                raise
-            if error.code != TOO_COSTLY_CODE:
-                await _check_parts(queue, request_body, tools)
-            code = error.code if error.code == TOO_COSTLY_CODE else "invalid_schema"
-            raise InvalidRequest("tools", error.problem, error.remedy, code) from None
-    return request
 
 
 def _read_params_and_prompt(
     request_body: ChatRequest, tokenizer: Tokenizer, formats: ChatFormats
 ) -> tuple[SamplingParams, list[int]]:
     """Return the sampling parameters and the prompt. Raises InvalidRequest. May be slow."""
-    params, tools = request_body.sampling_params(), request_body.callable_tools
-    max_thinking_tokens = request_body.max_thinking_tokens
-    prompt, structure, budget = request_body.render_prompt(tokenizer), None, None
+    params, max_thinking_tokens = request_body.sampling_params(), request_body.max_thinking_tokens
+    prompt = request_body.render_prompt(tokenizer)
     if max_thinking_tokens is not None:
         budget = formats.thinking_budget_of(max_thinking_tokens, prompt, tokenizer)
-    if tools is not None or params.structure is not None:
-        structure = formats.structure_of(request_body.named_structure, tools, prompt, tokenizer)
-    if structure is None and budget is None:
-        return params, prompt
+        params = replace(params, thinking_budget=budget)
+    return _with_structure(params, request_body, prompt, tokenizer, formats), prompt
+
+
+def _with_structure(
+    params: SamplingParams,
+    request_body: ChatRequest,
+    prompt: Sequence[int],
+    tokenizer: Tokenizer,
+    formats: ChatFormats,
+) -> SamplingParams:
+    """Return the parameters with the structure of the answer. Raises InvalidRequest."""
+    answer, tools = request_body.named_structure, request_body.callable_tools
+    if answer is None and tools is None:
+        return params
+    structure = formats.structure_of(answer, tools, prompt, tokenizer)
     with _relabel_structure_error("tools"):
-        return replace(params, structure=structure, thinking_budget=budget), prompt
+        return replace(params, structure=structure)
 
 
-async def _check_parts(queue: AdmissionQueue, request_body: ChatRequest, tools: ToolSet) -> None:
-    """Raise InvalidRequest for the answer's structure or the first tool that cannot be compiled."""
+async def _relax_parts(
+    queue: AdmissionQueue, request_body: ChatRequest, tools: ToolSet, formats: ChatFormats
+) -> ToolSet:
+    """Return the tools with less of each schema that cannot be compiled, or the same ones.
+
+    Raises InvalidRequest for the answer's structure or the first strict tool that cannot be.
+    """
     if request_body.structure is not None:
         with request_body.relabel_structure_error():
             await queue.check_structure(SamplingParams(structure=request_body.structure))
-    for field_path, tool in zip(tools.field_paths, tools.callable_tools, strict=True):
-        with _relabel_structure_error(f"{field_path}.parameters"):
-            structure = Structure.json_schema(tool.parameters)
-            await queue.check_structure(SamplingParams(structure=structure))
+    for index, field_path in enumerate(tools.field_paths):
+        structure = tools.alone(index).structure(
+            formats.call_format, queue.llm.tokenizer, answer=None
+        )
+        try:
+            with _relabel_structure_error(f"{field_path}.parameters"):
+                await queue.check_structure(SamplingParams(structure=structure))
+        except InvalidRequest as error:
+            if tools.callable_tools[index].is_strict:
+                raise
+            if error.code == TOO_COSTLY_CODE:  # further ones may be as costly
+                return tools.relax_tools()
+            tools = tools.relax_tools(index)
+    return tools
 
 
 @contextmanager
@@ -448,7 +486,7 @@ class ChatCompletionResponse:
         choices = []
         for choice in output.choices:
             chat_choice = self._choices[choice.index]
-            message, content = chat_choice.message(choice.text, choice.token_ids), EncodedList()
+            message, content = chat_choice.message(choice), EncodedList()
             for batch in split_scores(choice.logprobs):
                 yield from self._encode_logprobs(content, batch)
             choices.append(

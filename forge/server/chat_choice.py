@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
-from forge.outputs import TextDelta
+from forge.outputs import ChoiceOutput, TextDelta
 from forge.server.messages import REASONING_KEYS
 from forge.server.output_events import (
     ArgumentsPiece,
@@ -60,14 +60,14 @@ class ChatChoice:
         """Return the number of tokens of the reasoning so far."""
         return self._parser.num_reasoning_tokens
 
-    def message(self, text: str, tokens: Sequence[int]) -> dict[str, object]:
-        """Return the whole message of this text, which has these tokens."""
+    def message(self, choice: ChoiceOutput) -> dict[str, object]:
+        """Return the whole message of a choice. Raises APIError where it lacks its schema."""
         parser = self._parser
-        parser.count_tokens(tokens)
+        parser.count_tokens(choice.token_ids)
         texts: list[str] = []
         reasoning: list[str] = []
         calls: list[dict[str, Any]] = []
-        for event in [*parser.push(text), *parser.flush()]:
+        for event in [*parser.push(choice.text), *parser.flush(choice)]:
             match event:
                 case ReasoningPiece(piece):
                     reasoning.append(piece)
@@ -106,13 +106,14 @@ class ChatChoice:
         """Return the JSON of a delta for each piece that is certain now.
 
         Where no tool may be called, each of the engine's deltas but the last gives at least one.
+        Raises APIError for the last one where the choice lacks its schema.
         """
         parser, is_last = self._parser, delta.finish_reason is not None
         parser.count_tokens(delta.token_ids)
         index = parser.num_calls - 1  # of the call that is open
         events = parser.push(delta.text)
         if is_last:
-            events += parser.flush()
+            events += parser.flush(delta)
         deltas = []
         for event in events:
             if isinstance(event, ReasoningPiece) and not self._reasoning_keys:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from forge.errors import InvalidConfig, InvalidRequest
 from forge.reasoning_counter import ReasoningCounter
 from forge.request import Reasoning, Structure, ThinkingBudget
+from forge.server.call_check import CallCheck
 from forge.server.forced_end import find_end_ids
 from forge.server.harmony import COUNTED_ENDS, HarmonyParser
 from forge.server.output_parser import OutputParser
@@ -127,6 +128,7 @@ class ChatFormats(NamedTuple):
         """Return the parser of a choice. The arguments are those of `structure_of`."""
         token_bytes = tokenizer.token_bytes
         callable_tools = () if tools is None else tools.callable_tools
+        structure = None if answer is None else answer.structure
         reasoning = self.find_reasoning(prompt, tokenizer)
         begin, end = reasoning or ("", "")
         if self.has_channels:
@@ -134,6 +136,7 @@ class ChatFormats(NamedTuple):
                 ReasoningParser(None),
                 HarmonyParser([tool.name for tool in callable_tools]),
                 ReasoningCounter("", COUNTED_ENDS if end else (), token_bytes),
+                CallCheck(callable_tools, HarmonyFormat(), structure),
             )
         call_format = HERMES if tools is None else self.call_format
         assert not isinstance(call_format, HarmonyFormat), "its answers have channels"
@@ -143,6 +146,7 @@ class ChatFormats(NamedTuple):
             ReasoningParser(reasoning, "\n" if answer is None else ""),
             calls if answer is None else LeadingCallParser(calls),
             ReasoningCounter(begin, [end] if end else [], token_bytes),
+            CallCheck(callable_tools, call_format, structure),
         )
 
 

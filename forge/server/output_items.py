@@ -149,16 +149,19 @@ class OutputItems:
         return isinstance(last, CallItem) and not last.is_complete
 
     def push(self, delta: TextDelta) -> Iterator[ItemEvent]:
-        """Add a delta; yield the events that are certain now."""
+        """Add a delta; yield the events that are certain now.
+
+        Raises APIError for the last one where the output lacks its schema, before any event of it.
+        """
         self.num_tokens += len(delta.token_ids)
         self.cached_tokens = self.cached_tokens.plus(delta.cached_tokens)
         self._parser.count_tokens(delta.token_ids)
         self.timings.add(delta.timings)
         parsed_events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
+            parsed_events += self._parser.flush(delta)
             self.finish_reason, self.weights = delta.finish_reason, delta.weights
             self.stop_match = delta.stop_match
-            parsed_events += self._parser.flush()
         for event in parsed_events:
             match event:
                 case ReasoningPiece(text):
@@ -200,7 +203,7 @@ class OutputItems:
         item = self.items[-1]
         item.is_complete = self.finish_reason == "stop"
         if isinstance(item, CallItem):
-            item.is_complete = not self._parser.is_open
+            item.is_complete = not (self._parser.is_open or self._parser.has_violation)
         yield ItemEnd(len(self.items) - 1, item)
 
     def _continue(self, kind: type[OutputItem], text: str) -> Iterator[ItemEvent]:

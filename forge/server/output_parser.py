@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forge.outputs import ChoiceOutput, TextDelta
 from forge.reasoning_counter import ReasoningCounter
+from forge.server.call_check import CallCheck
+from forge.server.errors import schema_violation_error
 from forge.server.output_events import CallParser, OutputEvent, TextPiece, merge_events
 from forge.server.reasoning import ReasoningParser
 
@@ -23,9 +26,14 @@ class OutputParser:
     """Parses one choice of an answer. `push` and `count_tokens` are independent of each other."""
 
     def __init__(
-        self, reasoning: ReasoningParser, calls: CallParser, counter: ReasoningCounter
+        self,
+        reasoning: ReasoningParser,
+        calls: CallParser,
+        counter: ReasoningCounter,
+        check: CallCheck,
     ) -> None:
         self._reasoning = reasoning
+        self._check = check
         self._calls = calls
         self._counter = counter
 
@@ -40,6 +48,11 @@ class OutputParser:
         return self._calls.is_open
 
     @property
+    def has_violation(self) -> bool:
+        """Return whether a part of the answer does not have its schema."""
+        return self._check.violation is not None
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Return the number of tokens of the reasoning, with its markers, so far."""
         return self._counter.num_tokens
@@ -50,12 +63,28 @@ class OutputParser:
 
     def push(self, text: str) -> list[OutputEvent]:
         """Add text; return the events that are certain now, with equal neighbours merged."""
-        return merge_events(self._find_calls(self._reasoning.push(text)))
+        events = merge_events(self._find_calls(self._reasoning.push(text)))
+        self._check.add(events)
+        return events
 
-    def flush(self) -> list[OutputEvent]:
-        """Return the events of the text that was held back. This is the last call."""
+    def flush(self, end: ChoiceOutput | TextDelta) -> list[OutputEvent]:
+        """Return the events of the text that was held back. This is the last call.
+
+        end   the output that was read, or its last delta
+
+        Raises APIError where a complete call, or an answer that ended by itself, does not have its
+        schema.
+        """
         events = self._find_calls(self._reasoning.flush())
-        return merge_events([*events, *self._calls.flush()])
+        events = merge_events([*events, *self._calls.flush()])
+        self._check.add(events)
+        self._check.end(
+            ends_by_itself=end.finish_reason == "stop" and end.stop_match.reason is None,
+            is_in_call=self.is_open,
+        )
+        if self._check.violation is not None:
+            raise schema_violation_error(self._check.violation)
+        return events
 
     def _find_calls(self, pieces: Sequence[OutputEvent]) -> list[OutputEvent]:
         """Return the events with the calls in the content."""

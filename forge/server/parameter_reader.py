@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from forge.server.held_text import partial_length
@@ -91,7 +91,6 @@ class ParameterReader:
         self._syntax = syntax
         self._call_suffix = call_suffix
         self._parameters = {syntax.key_text(each.name): each for each in parameters}
-        self._words = dict(zip(syntax.words, ("true", "false", "null"), strict=True))
         self._value: TextValue | JSONValue | None = None
         self._buffer = ""  # of what is expected: a key, the text after a value, the call's suffix
         self._expected = self._keys("")
@@ -131,9 +130,11 @@ class ParameterReader:
             pieces.append(f"{self._opening}{json.dumps(parameter.name)}: ")
             self._opening = ", "
             del self._parameters[self._syntax.key_text(parameter.name)]
-            syntax = self._syntax
+            end = self._syntax.end
             self._value = (
-                TextValue(syntax.end) if parameter.is_text else JSONValue(self._words, syntax.end)
+                JSONValue(parameter.words, end)
+                if parameter.text is None
+                else TextValue(parameter, end)
             )
         elif buffered == self._call_suffix:
             self.is_open = False
@@ -142,19 +143,23 @@ class ParameterReader:
 
 
 class TextValue:
-    """Reads text and the text that ends it, and returns it as a JSON string.
+    """Reads text and the text that ends it, and returns its value as JSON.
 
     is_open      whether it is incomplete
     unread_end   text that follows what was read
+
+    Text is held back while its value may be no string.
     """
 
     unread_end = ""
 
-    def __init__(self, end: str) -> None:
+    def __init__(self, parameter: ToolParameter, end: str) -> None:
         self.is_open = True
+        self._parameter = parameter
         self._end = end
-        self._buffer = ""
-        self._opening = '"'
+        self._buffer = ""  # of the end
+        self._held = ""  # of a value that may be no string
+        self._is_string = False
 
     def read(self, text: str, at: int, pieces: list[str]) -> int:
         """Read to the end of the value or of the text; return the position."""
@@ -163,13 +168,21 @@ class TextValue:
         if not end:
             held_from = len(whole) - partial_length(whole, self._end)
             value, self._buffer = whole[:held_from], whole[held_from:]
-        pieces.append(self._opening + _escape(value))
-        self._opening = ""
-        if not end:
-            return len(text)
-        pieces.append('"')
-        self.is_open = False
+        self.is_open = not end
+        pieces.append(self._read_piece(value))
         return len(text) - len(rest)
+
+    def _read_piece(self, text: str) -> str:
+        """Return the JSON of the next piece of the value; of the last one where it has ended."""
+        if self._is_string:
+            return _escape(text) + ("" if self.is_open else '"')
+        self._held += text
+        if not self.is_open:
+            return self._parameter.read_text(self._held)
+        if self._parameter.may_be_json(self._held):
+            return ""
+        self._is_string = True
+        return '"' + _escape(self._held)
 
 
 class JSONValue:
@@ -179,7 +192,7 @@ class JSONValue:
     unread_end   text that follows what was read
     """
 
-    def __init__(self, words: dict[str, str], end: str) -> None:
+    def __init__(self, words: Mapping[str, str], end: str) -> None:
         self.is_open = True
         self.unread_end = end
         self._words = words

@@ -17,17 +17,21 @@ JSON is spaced as forge.structured_output spaces it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
 class CallableTool(NamedTuple):
-    """A tool that may be called. `parameters` is the schema of its arguments, an object.
+    """A tool that may be called.
 
-    name   letters, digits, _ and -, which JSON does not escape
+    name         letters, digits, _ and -, which JSON does not escape
+    parameters   schema of its arguments, an object, that the grammar of its calls is built from
+    is_strict    it is the whole schema of the client: what it does not hold is refused
     """
 
     name: str
     parameters: Mapping[str, Any]
+    is_strict: bool = False
 
 
 class ParameterSyntax(NamedTuple):
@@ -37,14 +41,14 @@ class ParameterSyntax(NamedTuple):
     end         text after a value; "" where `separator` or the end of the call shows its end
     separator   text between two parameters
     quote       what surrounds a string; "": a string is written as it is, up to `end`
-    words       words for true, false and null as a whole value
+    words       words of the format for a whole value, and the JSON of each
     """
 
     key: str
     end: str
     separator: str = ""
     quote: str = ""
-    words: tuple[str, str, str] = ("true", "false", "null")
+    words: Mapping[str, str] = MappingProxyType({"true": "true", "false": "false", "null": "null"})
 
     def key_text(self, name: str) -> str:
         """Return the text before the value of this parameter."""
@@ -117,6 +121,8 @@ class HarmonyFormat(NamedTuple):
 
 CallFormat = ToolCallFormat | HarmonyFormat
 
+PYTHON_WORDS = MappingProxyType({"True": "true", "False": "false", "None": "null"})
+JSON_WORDS = ParameterSyntax("", "").words
 HERMES = ToolCallFormat(
     template_marks=("<tool_call>", '"arguments"'),
     other_marks=("<function=", "<arg_key>", "<tool_sep>"),
@@ -130,7 +136,11 @@ QWEN3_CODER = HERMES._replace(
     other_marks=(),
     prefix="<function=NAME>\n",
     call_suffix="</function>",
-    parameters=ParameterSyntax("<parameter=KEY>\n", "\n</parameter>\n"),
+    parameters=ParameterSyntax(
+        "<parameter=KEY>\n",
+        "\n</parameter>\n",
+        words={**JSON_WORDS, **PYTHON_WORDS},  # templates write True, and models also true
+    ),
     first_char="",
     other_trigger="<function=",
 )
@@ -188,7 +198,7 @@ PYTHONIC = ToolCallFormat(
     end="]",
     prefix="NAME(",
     call_suffix=")",
-    parameters=ParameterSyntax("KEY=", "", ", ", '"', ("True", "False", "None")),
+    parameters=ParameterSyntax("KEY=", "", ", ", '"', PYTHON_WORDS),
     first_char="",
 )
 DEEPSEEK_V3 = ToolCallFormat(

@@ -19,7 +19,10 @@ from collections.abc import Mapping, Sequence
 
 from forge.schema_grammar import prepare_schema
 from forge.server.tool_formats import CallableTool, ParameterSyntax, ToolCallFormat
-from forge.server.tool_parameters import ToolParameter, list_parameters
+from forge.server.tool_parameters import PlainText, ToolParameter, list_parameters
+from forge.structured_output import write_regex_rule
+
+_ANY = "/(?s:.*)/"
 
 
 class TerminalWriter:
@@ -122,22 +125,38 @@ class ToolGrammarBuilder:
         """Return the rules for one parameter: its key, its value and what ends it."""
         write = self._terminals.write
         key, end = write(syntax.key_text(parameter.name)), write(syntax.end)
-        if parameter.choices:
-            choices = " | ".join(map(json.dumps, parameter.choices))
-            return [f"{rule}: {key} ({choices}) {end}"]
-        if parameter.is_text:
+        text, words = parameter.text, list(parameter.words)
+        if text is not None and text.is_free:
             if self._terminals.has_special(syntax.end):
-                return [f"{rule}: {key} /(?s:.*)/ {end}"]
-            return [f"{rule}: {key} value_{rule}", f"value_{rule}[lazy]: /(?s:.*)/ {end}"]
-        true, false, null = syntax.words
-        kind = parameter.schema.get("type") if syntax.words[0] != "true" else None
-        if kind == "boolean" and not parameter.schema.keys() & {"enum", "const"}:
-            return [f'{rule}: {key} ("{true}" | "{false}") {end}'.rstrip()]
-        if kind == "null":
-            return [f'{rule}: {key} "{null}" {end}'.rstrip()]
+                terminal = rule.upper()
+                # Spelled out within a text, the end would end the value for a parser.
+                lines = [f"{terminal}: {_ANY} & ~({_ANY} {json.dumps(syntax.end)} {_ANY})"]
+                return [f"{rule}: {key} {terminal} {end}", *lines]
+            return [f"{rule}: {key} value_{rule}", f"value_{rule}[lazy]: {_ANY} {end}"]
+        forms, lines = [], []
+        if text is not None:
+            forms.append(f"text_{rule}")
+            lines += self._build_text(rule, text, words, syntax.end)
+        elif words:
+            forms.append(f"({' | '.join(map(json.dumps, words))}) {end}")
+        if parameter.other is not None:
+            forms.append(f"value_{rule} {end}")
+            lines.append(f"value_{rule}: {write_json_rule(parameter.other)}")
+        return [f"{rule}: {key} ({' | '.join(map(str.strip, forms))})", *lines]
+
+    def _build_text(self, rule: str, text: PlainText, words: Sequence[str], end: str) -> list[str]:
+        """Return the rules for text that is restricted, or one of the words, and for its end."""
+        texts = [json.dumps(each) for each in dict.fromkeys([*text.choices, *words])]
+        texts += [f"({' & '.join(map(write_regex_rule, each))})" for each in text.patterns]
+        terminal, whole = rule.upper(), json.dumps(end)
+        if self._terminals.has_special(end):
+            return [
+                f"text_{rule}: {terminal} {self._terminals.write(end)}",
+                f"{terminal}: ({' | '.join(texts)}) & ~({_ANY} {whole} {_ANY})",
+            ]
         return [
-            f"{rule}: {key} value_{rule} {end}".rstrip(),
-            f"value_{rule}: {write_json_rule(parameter.schema)}",
+            f"text_{rule}[lazy]: {terminal}",
+            f"{terminal}: (({' | '.join(texts)}) {whole}) & ~({_ANY} {whole} /(?s:.+)/)",
         ]
 
     def _build_auto_rules(self, tools: Sequence[CallableTool]) -> list[str]:
@@ -145,8 +164,8 @@ class ToolGrammarBuilder:
         call_format, write = self._format, self._terminals.write
         starts, lines = ["TEXT"], ["TEXT: /(?s:.*)/"]
         if not call_format.trigger:
-            for index, (name, _) in enumerate(tools):
-                head, comma, rest = call_format.call_prefix(name).partition(", ")
+            for index, tool in enumerate(tools):
+                head, comma, rest = call_format.call_prefix(tool.name).partition(", ")
                 starts.append(f"sign{index} {write(comma + rest)} rest{index} more")
                 lines.append(f"sign{index}[lazy]: TEXT {json.dumps(call_format.begin + head)}")
         for rule, trigger, begin in (
@@ -159,7 +178,7 @@ class ToolGrammarBuilder:
             if trigger not in self._terminals.special_ids:
                 sign = rule
                 lines.append(f"{rule}[lazy]: TEXT {json.dumps(trigger)}")
-            for index, (name, _) in enumerate(tools):
-                prefix = (begin + call_format.call_prefix(name)).removeprefix(trigger)
+            for index, tool in enumerate(tools):
+                prefix = (begin + call_format.call_prefix(tool.name)).removeprefix(trigger)
                 starts.append(f"{sign} {write(prefix)} rest{index} more")
         return [f"start: {' | '.join(starts)}", *lines]

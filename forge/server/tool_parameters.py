@@ -1,76 +1,197 @@
 """The parameters of a tool, for formats that write arguments one by one.
 
-Owns which schemas these formats can express, and how each value is written. Knows no grammar.
+Owns which schemas these formats can express, and how each value is written and read. Knows no
+grammar.
 
-    {"type": "string"}                       the text itself           Rome
-    {"enum": ["a", "b"]}                     one of the texts          a
-    {"type": "boolean"}                      a word of the format      True
-    anything else                            JSON                      ["a", 1]
+    schema                                  written           read
+    {"type": "string"}                      Rome              "Rome"
+    {"enum": ["a", "b", null]}              a                 "a"
+    {"anyOf": [string, null]}               Rome, null        "Rome", null
+    {}                                      Rome, 3, [1]      "Rome", 3, [1]
+    {"type": "array"}                       ["a", 1]          ["a", 1]
+
+Always true: where a schema allows strings, a text that is JSON of one of its other values is that
+value, and any other text is the string of it. A grammar allows no text that has neither form.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from forge.schema_check import SchemaCheck, parse_json
 from forge.server.tool_formats import ParameterSyntax
+from forge.server.tool_schema import JSON_TYPES, can_hold_pattern, relax_schema
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+MAX_TEXT_LENGTH = 4096
+"""Longest bound on a text's length that a mask enforces: each character is a state."""
+MAX_CHOICES = 256
+MAX_NUMBER_CHARS = 512
+"""Longest text that is taken for a number where strings are allowed as well."""
+MAX_OPTIONS = 64
+"""Most options of a union, those within its options included."""
+
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_KNOWN_KEYS = {
-    *("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"),
-    *("title", "description", "default", "examples", "$comment", "$id", "x-guidance", "strict"),
+_NAME = re.compile(r"[^\s<>\"'\\\x00-\x1f\x7f]{1,64}")
+_JSON_BEGINNING = re.compile(r"[\[{]|-?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]*)?\Z")
+"""Beginning of JSON that is no string and no word, so far as its text shows that cheaply."""
+_TOP_KEYWORDS = {
+    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+    *("x-guidance", "strict"),
 }
-_DEFINITION_KEYS = ("$defs", "definitions")
-_PLAIN_KEYS = {"type", "title", "description", "default", "examples", "$comment"}
-_MAX_CHOICES = 256
+_TOP_UNIONS = ("allOf", "anyOf", "oneOf")
+_STRING_KEYWORDS = {"minLength", "maxLength", "pattern", "format"}
+_KEYWORDS = {
+    *("$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "contains"),
+    *("dependencies", "dependentRequired", "dependentSchemas", "else", "enum"),
+    *("exclusiveMaximum", "exclusiveMinimum", "if", "items", "maxContains", "maxItems"),
+    *("maxProperties", "maximum", "minContains", "minItems", "minProperties", "minimum"),
+    *("multipleOf", "not", "oneOf", "patternProperties", "prefixItems", "properties"),
+    *("propertyNames", "required", "then", "type", "unevaluatedItems", "unevaluatedProperties"),
+    *("uniqueItems", *_STRING_KEYWORDS),
+}
+"""Keywords that restrict a value. All others are annotations."""
+
+
+class PlainText(NamedTuple):
+    """Text that stands for a string, without quotes.
+
+    choices    texts that it may be
+    patterns   regexes, in groups: it may be a text that all of a group match. Without `choices` and
+               `patterns` it may be any text
+    """
+
+    choices: tuple[str, ...] = ()
+    patterns: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether any text may be written."""
+        return not (self.choices or self.patterns)
 
 
 class ToolParameter(NamedTuple):
     """A parameter of a tool.
 
-    schema        schema of its value, with the definitions that it may refer to
+    schema        schema of the values that a grammar allows, without the definitions it refers to
     is_required   every call has it
-    is_text       its value is text without quotes
-    choices       texts of which its value is one; (): it may be any text, or is no text
+    text          how its strings are written; None: it has none, or they are JSON as other values
+    words         words that it may be, and the JSON of each
+    other         schema of other values, which are written as JSON; None: there are none
     """
 
     name: str
-    schema: Mapping[str, Any]
+    schema: Mapping[str, Any] | bool
     is_required: bool
-    is_text: bool
-    choices: tuple[str, ...] = ()
+    text: PlainText | None
+    words: Mapping[str, str]
+    other: Mapping[str, Any] | None
+
+    def read_text(self, text: str) -> str:
+        """Return the JSON of a value that was written as this text, where it may be a string."""
+        assert self.text is not None, "its values are JSON"
+        if text in self.words and text not in self.text.choices:
+            return self.words[text]
+        if self.may_be_json(text) and text not in self.text.choices:
+            try:
+                value = parse_json(text)
+                if not isinstance(value, str):
+                    if SchemaCheck(self.other or {}).find_value_violation(value) is None:
+                        return text
+            except ValueError:
+                pass
+        return json.dumps(text, ensure_ascii=False)
+
+    def may_be_json(self, text: str) -> bool:
+        """Return whether a value that begins with this text may be no string."""
+        if any(word.startswith(text) for word in self.words):
+            return True
+        may_be_other = self.other is not None and _JSON_BEGINNING.match(text) is not None
+        return may_be_other and (text[:1] in ("[", "{") or len(text) <= MAX_NUMBER_CHARS)
 
 
 def parameter_problem(parameters: Mapping[str, Any], syntax: ParameterSyntax) -> str | None:
-    """Return why the format cannot express the schema of a tool's parameters, or None."""
-    extra = sorted(parameters.keys() - _KNOWN_KEYS)
+    """Return why the format cannot express the whole schema of a tool's parameters, or None."""
+    extra = sorted((parameters.keys() & _KEYWORDS) - _TOP_KEYWORDS)
     if extra:
         return f"the model's format of calls cannot express '{extra[0][:64]}'"
-    pattern = _IDENTIFIER if syntax.quote else _NAME
     properties = parameters.get("properties")
     required = parameters.get("required")
     if not isinstance(properties, dict | None) or not isinstance(required, list | None):
         return "its properties are not an object, or required is not a list"
     for name in [*(properties or {}), *(required or [])]:
-        if not isinstance(name, str) or not pattern.fullmatch(name):
+        if not isinstance(name, str) or not _can_write_name(name, syntax):
             return f"the model's format of calls cannot express the name '{str(name)[:64]}'"
     return None
+
+
+def held_schema(parameters: Mapping[str, Any], syntax: ParameterSyntax) -> dict[str, Any]:
+    """Return the schema of all arguments that the format's grammar allows."""
+    listed = list_parameters(parameters, syntax)
+    definitions = parameters.get("$defs")
+    return {
+        "type": "object",
+        "properties": {each.name: each.schema for each in listed},
+        "required": [each.name for each in listed if each.is_required],
+        "additionalProperties": False,
+        **({"$defs": definitions} if definitions else {}),
+    }
+
+
+def _can_write_name(name: str, syntax: ParameterSyntax) -> bool:
+    return (_IDENTIFIER if syntax.quote else _NAME).fullmatch(name) is not None
 
 
 def list_parameters(
     parameters: Mapping[str, Any], syntax: ParameterSyntax
 ) -> tuple[ToolParameter, ...]:
-    """Return the parameters in the order of the schema, which has no `parameter_problem`."""
-    required = parameters.get("required") or []
-    definitions = {key: parameters[key] for key in _DEFINITION_KEYS if key in parameters}
-    schemas = {**dict.fromkeys(required, True), **(parameters.get("properties") or {})}
-    ordered = [*(parameters.get("properties") or {}), *required]
-    return tuple(
-        _create_parameter(name, schemas[name], definitions, name in required, syntax)
-        for name in dict.fromkeys(ordered)
+    """Return the parameters that the format can write, in the order of the schema.
+
+    Those of a schema with a `parameter_problem` are what it can express: the properties of all
+    schemas that are combined, optional where only an option of a union has them.
+    """
+    definitions = parameters.get("$defs", {})
+    properties, required = _collect_properties(parameters, definitions, 0)
+    schemas = {**properties, **{name: True for name in required if name not in properties}}
+    listed = (
+        _create_parameter(name, schema, definitions, name in required, syntax)
+        for name, schema in schemas.items()
+        if _can_write_name(name, syntax)
     )
+    return tuple(each for each in listed if each is not None)
+
+
+_MAX_NESTING = 16
+
+
+def _collect_properties(
+    schema: Any, definitions: Mapping[str, Any], depth: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the properties of an object and the names of those that are always there."""
+    if not isinstance(schema, dict) or depth > _MAX_NESTING:
+        return {}, []
+    properties = dict(schema.get("properties") or {})
+    required = [name for name in schema.get("required") or () if isinstance(name, str)]
+    parts = [] if "$ref" not in schema else [definitions.get(_definition_name(schema), True)]
+    for inner in [*parts, *_list_of(schema.get("allOf"))]:
+        more, more_required = _collect_properties(inner, definitions, depth + 1)
+        properties = {**more, **properties}
+        required += more_required
+    for inner in [*_list_of(schema.get("anyOf")), *_list_of(schema.get("oneOf"))]:
+        for name, option in _collect_properties(inner, definitions, depth + 1)[0].items():
+            known = properties.get(name)
+            properties[name] = option if known is None else {"anyOf": [known, option]}
+    return properties, list(dict.fromkeys(required))
+
+
+def _list_of(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _definition_name(schema: Mapping[str, Any]) -> str:
+    return str(schema["$ref"]).removeprefix("#/$defs/")
 
 
 def _create_parameter(
@@ -79,19 +200,161 @@ def _create_parameter(
     definitions: Mapping[str, Any],
     is_required: bool,
     syntax: ParameterSyntax,
-) -> ToolParameter:
+) -> ToolParameter | None:
+    """Return the parameter; None for an optional one that has no value."""
+    options = list(_iterate_options(schema, definitions, 0))
+    strings = [each for option in options if (each := _string_part(option)) is not None]
+    others = [each for option in options if (each := _other_part(option)) is not None]
+    if not (is_required or strings or others):
+        return None
+    text, kept = None, schema
+    other: dict[str, Any] | None = _with_definitions(schema, definitions)
+    if strings and not syntax.quote and len(options) <= MAX_OPTIONS:
+        text, strings = _merge_strings(strings, others, syntax)
+        other = _with_definitions({"anyOf": others}, definitions) if others else None
+        kept = {"anyOf": [*strings, *others]}
+    words: dict[str, str] = {}
+    if other is not None:
+        check = SchemaCheck(relax_schema(other))  # which has no malformed keyword
+        words = {
+            word: value
+            for word, value in syntax.words.items()
+            if check.find_value_violation(json.loads(value)) is None
+        }
+    other_types = {kind for each in others for kind in _types_of(each)}
+    if words and other_types <= {"null", "boolean"} and (text is not None or not strings):
+        other = None
+    return ToolParameter(name, kept, is_required, text, words, other)
+
+
+def _with_definitions(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(schema, dict):
-        whole: dict[str, Any] = {} if schema is True else {"not": {}}
-        return ToolParameter(name, whole, is_required, False)
-    whole = {**definitions, **schema}
-    if syntax.quote:
-        return ToolParameter(name, whole, is_required, False)
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(choices, list) and schema.keys() <= _PLAIN_KEYS | {"enum", "const"}:
-        if 0 < len(choices) <= _MAX_CHOICES and all(
-            isinstance(each, str) and each and syntax.end not in each + syntax.end[:-1]
-            for each in choices
-        ):
-            return ToolParameter(name, whole, is_required, True, tuple(dict.fromkeys(choices)))
-    is_text = schema.get("type") == "string" and schema.keys() <= _PLAIN_KEYS
-    return ToolParameter(name, whole, is_required, is_text)
+        return {} if schema is True else {"enum": []}
+    return {**schema, "$defs": definitions} if definitions else dict(schema)
+
+
+def _iterate_options(schema: Any, definitions: Mapping[str, Any], depth: int) -> Iterator[Any]:
+    """Yield the schemas of which a value has one, without annotations."""
+    if schema is True or not isinstance(schema, dict):
+        yield {} if schema is True else False
+        return
+    schema = {key: value for key, value in schema.items() if key in _KEYWORDS}
+    inner: Sequence[Any] = ()
+    match [*schema.items()] if depth < _MAX_NESTING else []:
+        case [("$ref", _)] if _definition_name(schema) in definitions:
+            inner = [definitions[_definition_name(schema)]]
+        case [("anyOf" | "oneOf", [_, *_] as options)]:
+            inner = options
+        case [("allOf", [_] as only)]:
+            inner = only
+    if not inner:
+        yield schema
+    for each in inner:
+        yield from _iterate_options(each, definitions, depth + 1)
+
+
+def _types_of(option: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the types that a schema without unions may have.
+
+    A schema without a type may have all. With keywords of other types only it has no strings:
+    these would hide a mistake in what its author takes for an object.
+    """
+    types = option.get("type", JSON_TYPES)
+    if isinstance(types, str):
+        return (types,)
+    if "type" not in option and not option.keys() <= {"enum", "const", *_STRING_KEYWORDS}:
+        return JSON_TYPES[:-1]
+    return tuple(types)
+
+
+def _string_part(option: Any) -> Mapping[str, Any] | None:
+    """Return the schema of the option's strings; None: it has none, or they are JSON."""
+    if option is False or "string" not in _types_of(option):
+        return None
+    if "enum" in option or "const" in option:
+        values = [option["const"]] if "const" in option else option["enum"]
+        texts = [each for each in values if isinstance(each, str)]
+        return {"enum": list(dict.fromkeys(texts))} if texts else None
+    return {"type": "string", **{key: option[key] for key in _STRING_KEYWORDS & option.keys()}}
+
+
+def _other_part(option: Any) -> Mapping[str, Any] | None:
+    """Return the schema of the option's values that are no strings; None: it has none."""
+    if option is False:
+        return None
+    if "enum" in option or "const" in option:
+        values = [option["const"]] if "const" in option else option["enum"]
+        others = [each for each in values if not isinstance(each, str)]
+        return {**option, "enum": others} if others else None
+    types = [each for each in _types_of(option) if each != "string"]
+    if not types:
+        return None
+    rest = {key: value for key, value in option.items() if key not in _STRING_KEYWORDS}
+    return {**rest, "type": types if len(types) > 1 else types[0]}
+
+
+def _merge_strings(
+    strings: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]],
+    syntax: ParameterSyntax,
+) -> tuple[PlainText, list[Mapping[str, Any]]]:
+    """Return how strings of one of these schemas are written, and the schemas that this holds.
+
+    Text that is restricted does not go with other values that may begin like it: a lexer would
+    take one for the other. It is free then.
+    """
+    choices: list[str] = []
+    patterns: list[tuple[str, ...]] = []
+    kept: list[Mapping[str, Any]] = []
+    for each in strings:
+        held: Mapping[str, Any] = each
+        if "enum" in each:
+            choices += each["enum"]
+        else:
+            held, pattern = _write_patterns(each)
+            patterns.append(pattern)
+        kept.append(held)
+    other_types = {kind for each in others for kind in _types_of(each)}
+    is_free = len(choices) > MAX_CHOICES or () in patterns
+    is_free |= any(syntax.end in each + syntax.end[:-1] for each in choices)
+    if patterns and not other_types <= {"null", "boolean"}:
+        is_free = True
+    if other_types & {"array", "object"} and any(each[:1] in ("[", "{") for each in choices):
+        is_free = True
+    if is_free:
+        return PlainText(), [{"type": "string"}]
+    return PlainText(tuple(dict.fromkeys(choices)), tuple(patterns)), kept
+
+
+def _write_patterns(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the keywords of a string that a mask of plain text holds, and regexes for them."""
+    kept: dict[str, Any] = {"type": "string"}
+    regexes = []
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if isinstance(least, int) and 0 < least <= MAX_TEXT_LENGTH:
+        kept["minLength"] = least
+    if isinstance(most, int) and 0 <= most <= MAX_TEXT_LENGTH:
+        kept["maxLength"] = most
+    if len(kept) > 1:
+        regexes.append(f"(?s:.){{{kept.get('minLength', 0)},{kept.get('maxLength', '')}}}")
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and (whole := _whole_pattern(pattern)) is not None:
+        kept["pattern"] = pattern
+        regexes.append(whole)
+    return kept, tuple(regexes)
+
+
+def _whole_pattern(pattern: str) -> str | None:
+    """Return a regex for whole texts in which the pattern is found, or None.
+
+    Where one option of the pattern alone has an anchor, it leaves some of these texts out.
+    """
+    body = pattern.removeprefix("^")
+    is_open = len(body) == len(pattern)
+    ends = re.search(r"(?:^|[^\\])(?:\\\\)*\$$", body) is not None
+    body = body[:-1] if ends else body
+    rest = re.sub(r"\[\^?\]?[^\]]*\]", "", re.sub(r"\\.", "", body))
+    if not can_hold_pattern(pattern) or "^" in rest or "$" in rest:
+        return None
+    anything = "(?s:.*)"
+    return f"{anything if is_open else ''}(?:{body}){'' if ends else anything}"

@@ -33,6 +33,11 @@ from forge.server.response_format import NamedStructure
 from forge.server.tool_formats import CallableTool, CallFormat, HarmonyFormat, ToolCallFormat
 from forge.server.tool_grammar import ToolGrammarBuilder, write_json_rule
 from forge.server.tool_parameters import parameter_problem
+from forge.server.tool_schema import (
+    hoist_references,
+    relax_further,
+    relax_schema,
+)
 from forge.structured_output import write_regex_rule
 from forge.tokenizer import Tokenizer
 
@@ -82,7 +87,7 @@ class ToolSet(NamedTuple):
 
         Raises InvalidRequest for what the format cannot express.
         """
-        self._check_parameters(call_format)
+        self._check_strict_parameters(call_format)
         builder = create_grammar_builder(call_format, tokenizer)
         return Structure.grammar(
             builder.build_grammar(
@@ -114,45 +119,77 @@ class ToolSet(NamedTuple):
             return write_regex_rule(text)
         return write_json_rule(json.loads(text))
 
-    def _check_parameters(self, call_format: CallFormat) -> None:
+    def alone(self, index: int) -> ToolSet:
+        """Return the set in which one call of this callable tool must come."""
+        return self._replace(
+            callable_tools=self.callable_tools[index : index + 1],
+            field_paths=self.field_paths[index : index + 1],
+            min_calls=1,
+            max_calls=1,
+        )
+
+    def relax_tools(self, *indices: int) -> ToolSet:
+        """Return the set with less of the schemas of tools that are not strict.
+
+        indices   of callable tools whose schema cannot be compiled; (): all of them together cannot
+        """
+        return self._replace(
+            callable_tools=tuple(
+                tool
+                if tool.is_strict or (indices and index not in indices)
+                else tool._replace(parameters=relax_further(tool.parameters))
+                for index, tool in enumerate(self.callable_tools)
+            )
+        )
+
+    def _check_strict_parameters(self, call_format: CallFormat) -> None:
         if isinstance(call_format, HarmonyFormat) or call_format.parameters is None:
             return
         for field_path, tool in zip(self.field_paths, self.callable_tools, strict=True):
             problem = parameter_problem(tool.parameters, call_format.parameters)
-            if problem is not None:
+            if problem is not None and tool.is_strict:
                 raise InvalidRequest(
-                    f"{field_path}.parameters", problem, "Simplify it", "invalid_schema"
+                    f"{field_path}.parameters",
+                    problem,
+                    "Simplify it, or set strict to false",
+                    "invalid_schema",
                 )
 
 
 def parse_tools(tools: object, choice: object, parallel: bool | None) -> ToolSet | None:
     """Return the tools that an answer may call, or None. Raises InvalidRequest."""
     definitions = _parse_definitions(tools)
-    if not definitions:
+    if not isinstance(tools, list) or not definitions:
         for name, value in (("tool_choice", choice), ("parallel_tool_calls", parallel)):
             if value is not None and value != "none":
                 raise InvalidRequest(name, "there are no tools", "Leave it out, or give tools")
         return None
     names = [definition["function"]["name"] for definition in definitions]
-    if isinstance(tools, list) and choice in tools:  # a tool of the list stands for its name
+    if choice in tools:  # a tool of the list stands for its name
         choice = {"type": "function", "function": {"name": names[tools.index(choice)]}}
     mode, allowed_names = _parse_tool_choice(choice, names)
     if mode == "none":
         return None
-    functions = [definitions[names.index(name)]["function"] for name in allowed_names]
+    indices = [names.index(name) for name in allowed_names]
     return ToolSet(
         definitions=tuple(definitions),
         callable_tools=tuple(
-            CallableTool(
-                each["name"], _strip_annotations(drop_neutral_keywords(each["parameters"]))
-            )
-            for each in functions
+            _create_callable(definitions[index]["function"], tools[index]["function"])
+            for index in indices
         ),
-        field_paths=tuple(_field_path(names.index(each["name"])) for each in functions),
+        field_paths=tuple(map(_field_path, indices)),
         min_calls=0 if mode == "auto" else 1,
         max_calls=1 if mode == "function" or parallel is False else MAX_TOOL_CALLS,
         finish_reason="stop" if mode == "function" else "tool_calls",
     )
+
+
+def _create_callable(definition: Mapping[str, Any], given: Mapping[str, Any]) -> CallableTool:
+    """Return the tool of a definition that `given` was parsed to."""
+    schema = hoist_references(drop_neutral_keywords(definition["parameters"]))
+    if given.get("strict"):
+        return CallableTool(definition["name"], _strip_annotations(schema), is_strict=True)
+    return CallableTool(definition["name"], relax_schema(schema))
 
 
 def _field_path(index: int) -> str:
@@ -274,7 +311,6 @@ def _parse_definition(index: int, tool: object) -> dict[str, Any]:
     description = function.get("description")
     if description is not None and not isinstance(description, str):
         raise invalid_field_error(f"{field_path}.description", "it is not a string", "invalid_type")
-    # `strict` has no effect: arguments always follow the schema.
     if not isinstance(function.get("strict"), bool | None):
         raise invalid_field_error(f"{field_path}.strict", "it is not true or false", "invalid_type")
     name = parse_tool_name(f"{field_path}.name", function.get("name"))

@@ -35,7 +35,6 @@ SOURCES = {
 
 FOREIGN = {
     "HTTP": "application/json forwarded text/event-stream",
-    "JSON Schema": "uniqueItems",
     "Caddy, nginx": "header_up http_host proxy_set_header",
     "Kubernetes": "preStop",
     "browsers": "EventSource",

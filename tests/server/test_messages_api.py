@@ -334,12 +334,15 @@ def test_a_call_that_is_cut_is_not_one_to_run(
 
 
 def test_the_input_of_a_call_is_the_text_of_the_model(scripted_server: RunningServer) -> None:
-    """No float of Python is as large as this number."""
+    """No float of Python has as many digits as this number."""
     number = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {}}}}
-    script = ROME.replace("weather", "f").replace('{"city": "Rome"}', '{"a": [4e744, "\u00e9"]}')
+    script = ROME.replace("weather", "f").replace(
+        '{"city": "Rome"}', '{"a": [0.12345678901234567890, "\u00e9"]}'
+    )
     fields = set_script(scripted_server, script, tools=[number], tool_choice=ANY)
     answer = scripted_server.post(PATH, **build_body(**fields))
-    assert answer.status_code == 200 and '"input":{"a": [4e744, "\u00e9"]}}]' in answer.text
+    assert answer.status_code == 200, answer.text
+    assert '"input":{"a": [0.12345678901234567890, "\u00e9"]}}]' in answer.text
     assert answer.json()["stop_reason"] == "tool_use"
 
 
@@ -563,7 +566,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     (tool(input_schema=None), "tools[0].input_schema"),
     (tool(input_schema={"type": "string"}), "tools[0].input_schema.type"),
-    (tool(input_schema={"properties": {"a": {"type": "x"}}}), "tools[0].input_schema"),
+    (
+        tool(input_schema={"properties": {"a": {"type": "x"}}}, strict=True),
+        "tools[0].input_schema",
+    ),
     (tool(name="a b"), "tools[0].name"),
     (tool(x=1), "tools[0].x"),
     (tool(defer_loading=True), "tools[0].defer_loading"),

@@ -249,7 +249,8 @@ def test_tools_that_cost_too_much_together_are_not_compiled_one_by_one(
     """A check of each tool would name the first of them."""
     cost = {"allOf": [{"type": "string", "pattern": f"[ab]{{{i}}}.*"} for i in range(3, 43)]}
     parameters = {"type": "object", "properties": {"a": cost}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    tools = [{"type": "function", "function": function}]
     path = "/v1/chat/completions"
     answer = server.post(path, **build_body(path, tools=tools, tool_choice="required"))
     check_envelope(answer, 400, "tools", "structure_too_costly")

@@ -430,7 +430,7 @@ def test_a_server_with_a_named_format_returns_calls_in_it(coder_server: RunningS
 
 def test_a_tool_that_the_format_cannot_express_is_refused(coder_server: RunningServer) -> None:
     body = {"model": "hash", "messages": [{"role": "user", "content": "a"}]}
-    bad = tool(parameters={"type": "object", "anyOf": [{}]})
+    bad = tool(parameters={"type": "object", "anyOf": [{}]}, strict=True)
     answer = coder_server.post(PATH, **body, tools=[bad])
     check_envelope(answer, 400, "tools[0].function.parameters", "invalid_schema")
 
@@ -465,7 +465,7 @@ def test_a_schema_that_is_true_allows_any_json_or_calls(coder_server: RunningSer
 
 def test_the_field_that_cannot_be_compiled_is_named(coder_server: RunningServer) -> None:
     body = {"model": "hash", "messages": [{"role": "user", "content": "a"}]}
-    bad = tool(parameters={"type": "object", "properties": {"a": {"type": "foo"}}})
+    bad = tool(parameters={"type": "object", "properties": {"a": {"type": "foo"}}}, strict=True)
     answer = coder_server.post(PATH, **body, tools=[bad], regex="a")
     check_envelope(answer, 400, "tools[0].function.parameters", "invalid_schema")
     answer = coder_server.post(PATH, **body, tools=[WEATHER], regex="[")

@@ -430,6 +430,10 @@ def function(**fields: Any) -> dict[str, Any]:
     return {"tools": [WEATHER, {"type": "function", "function": fields}]}
 
 
+def strict_parameters(schema: Any) -> dict[str, Any]:
+    return function(name="f", parameters=schema, strict=True)
+
+
 def parameters(schema: Any) -> dict[str, Any]:
     return function(name="f", parameters=schema)
 
@@ -483,17 +487,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (parameters("{}"), f"{PLACE}.parameters", "invalid_type"),
     (parameters({"type": 5}), f"{PLACE}.parameters.type", "invalid_schema"),
     (parameters({"type": "array"}), f"{PLACE}.parameters.type", "invalid_schema"),
-    (parameters({"properties": {"a": {"type": 5}}}), f"{PLACE}.parameters", "invalid_schema"),
-    (
-        parameters({"properties": {"a": {"type": "string", "pattern": "["}}}),
-        f"{PLACE}.parameters",
-        "invalid_schema",
-    ),
-    (parameters({"$ref": "https://x/y"}), f"{PLACE}.parameters", "invalid_schema"),
-    (
-        parameters({"properties": {"a": {"pattern": "(?=a)b", "type": "string"}}}),
-        f"{PLACE}.parameters",
-        "invalid_schema",
+    *(
+        (strict_parameters(schema), f"{PLACE}.parameters", "invalid_schema")
+        for schema in (
+            {"properties": {"a": {"type": 5}}},
+            {"properties": {"a": {"type": "string", "pattern": "["}}},
+            {"$ref": "https://x/y"},
+            {"properties": {"a": {"pattern": "(?=a)b", "type": "string"}}},
+            {"properties": {"a": {"uniqueItems": True}}},
+        )
     ),
     (parameters(nested(MAX_JSON_DEPTH)), f"{PLACE}.parameters", "invalid_value"),
     (parameters(nested(400)), f"{PLACE}.parameters", "invalid_value"),
@@ -764,7 +766,7 @@ def test_remarks_of_a_schema_are_for_the_model_alone(server: RunningServer) -> N
     assert parsed.callable_tools is not None
     assert parsed.callable_tools.callable_tools[0].parameters == {
         "type": "object",
-        "properties": {"description": {"type": "string"}, "title": {"const": {"title": "t"}}},
+        "properties": {"description": {"type": "string"}, "title": {"enum": [{"title": "t"}]}},
     }
     assert len(parsed.render_prompt(ByteTokenizer())) > 80_000
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from forge.outputs import RequestOutput, TextDelta
 from forge.server.completions import weights_fields
+from forge.server.errors import APIError
 from forge.server.output_items import (
     CallItem,
     ItemEnd,
@@ -90,16 +91,19 @@ class ResponseOutput:
         for event in self._items.push(delta):
             yield from self._item_events(event)
 
-    def end_events(self, status: str | None = None, message: str | None = None) -> Iterator[Event]:
+    def end_events(
+        self, status: str | None = None, error: APIError | None = None
+    ) -> Iterator[Event]:
         """Yield the last events of a response.
 
-        status    what it ends with, where it was cut: failed or cancelled
-        message   what failed
+        status   what it ends with, where it was cut: failed or cancelled
+        error    what failed
         """
         for event in self._items.end():
             yield from self._item_events(event)
-        if message is not None:
-            self._error = {"code": "server_error", "message": message}
+        if error is not None:
+            code = error.code if error.status < 500 else "server_error"
+            self._error = {"code": code, "message": error.message}
         self._end(status or self._final_status())
         name = FINAL_EVENTS.get(self.status, "incomplete")
         yield self._response_event(f"response.{name}")

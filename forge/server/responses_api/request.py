@@ -296,5 +296,5 @@ def _named_tool(param: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _echo_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool with the keys that OpenAI's type requires. Arguments always follow a schema."""
-    return {"parameters": None, "strict": True, **{key: tool[key] for key in tool}}
+    """Return a tool with the keys that OpenAI's type requires."""
+    return {"parameters": None, "strict": False, **{key: tool[key] for key in tool}}

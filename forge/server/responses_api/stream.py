@@ -101,7 +101,7 @@ class ResponseEvents:
 
     def encode_error(self, error: APIError) -> Iterable[str]:
         """Return the last events of a response that fails."""
-        self._end("failed", error.message)
+        self._end("failed", error)
         return map(_encode, self._last_events)
 
     def close(self) -> None:
@@ -113,10 +113,10 @@ class ResponseEvents:
         self._end("cancelled", None)
         self._abort()  # the stream then gets a last delta, even in a pause of the engine
 
-    def _end(self, status: str | None, message: str | None) -> None:
+    def _end(self, status: str | None, error: APIError | None) -> None:
         """End and store the response, unless it has ended."""
         if self._output.status == "in_progress":
-            self._last_events = list(self._output.end_events(status, message))
+            self._last_events = list(self._output.end_events(status, error))
             self._recorder.record_end()
 
 

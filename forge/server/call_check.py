@@ -1,0 +1,92 @@
+"""CallCheck: whether a finished answer with tools has the schemas that it must have.
+
+Owns which schema each of its parts must have. Knows no stream and no JSON of a response.
+
+    call of a strict tool     the client's schema
+    call of another tool      the part of it that the grammar held: forge.server.tool_schema
+    answer without calls      the schema of response_format
+    each of them              no name twice in an object, however it is written
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from forge.request import Structure, StructureKind
+from forge.schema_check import SchemaCheck
+from forge.server.output_events import ArgumentsPiece, CallStart, OutputEvent, TextPiece
+from forge.server.tool_formats import CallableTool, CallFormat, ToolCallFormat
+from forge.server.tool_parameters import held_schema
+
+
+class CallCheck:
+    """Checks the calls of one answer as they end.
+
+    tools       tools that the answer may call
+    structure   structure of an answer without calls, which no engine compares; None: any text
+    violation   what is wrong with the first part that does not have its schema, or None
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[CallableTool],
+        call_format: CallFormat,
+        structure: Structure | None = None,
+    ) -> None:
+        self.violation: str | None = None
+        self._tools = {tool.name: tool for tool in tools}
+        self._syntax = call_format.parameters if isinstance(call_format, ToolCallFormat) else None
+        self._answer_schema: Any = None
+        if self._tools and structure is not None and structure.kind is StructureKind.JSON_SCHEMA:
+            self._answer_schema = json.loads(structure.text)
+        self._has_calls = False
+        self._name = ""
+        self._pieces: list[str] = []  # of the arguments of a call, or of an answer without calls
+
+    def add(self, events: Sequence[OutputEvent]) -> None:
+        """Add the next events of the answer. A call ends where the next one starts."""
+        for event in events:
+            if isinstance(event, CallStart):
+                self._end_call()
+                self._has_calls = True
+                self._pieces.clear()
+                self._name = event.name
+            elif isinstance(event, ArgumentsPiece) or (
+                isinstance(event, TextPiece) and self._answer_schema is not None
+            ):
+                self._pieces.append(event.text)
+
+    def end(self, *, ends_by_itself: bool, is_in_call: bool) -> None:
+        """Check the last part of the answer.
+
+        ends_by_itself   no limit and no stop string cut it
+        is_in_call       the arguments of its last call are incomplete
+        """
+        if not is_in_call:
+            self._end_call()
+        elif ends_by_itself:
+            self.violation = self.violation or "the answer ended within a call"
+        if ends_by_itself and self._answer_schema is not None and not self._has_calls:
+            self._check("the answer", self._answer_schema)
+
+    def _end_call(self) -> None:
+        if not self._name:
+            return
+        tool = self._tools[self._name]
+        schema = tool.parameters
+        if self._syntax is not None and not tool.is_strict:
+            schema = held_schema(schema, self._syntax)
+        self._check(f"the arguments of the call of '{tool.name}'", schema)
+
+    def _check(self, part: str, schema: Mapping[str, Any] | bool) -> None:
+        """Compare the pieces with a schema."""
+        if self.violation is not None:
+            return
+        try:
+            problem = SchemaCheck(schema).find_violation("".join(self._pieces))
+        except ValueError as error:  # it takes too long
+            problem = str(error)
+        if problem is not None:
+            self.violation = f"{part}: {problem}"
