@@ -115,3 +115,28 @@ def test_more_than_there_is_room_for_is_refused_by_name() -> None:
     generate(module, prompts([5, 6]), cache, do_sample=False)
     with pytest.raises(InvalidConfig, match="input_ids: 2 rows for a cache that holds 1"):
         module(prompts([7], [8]), past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (hf.DeepseekV3Config, "deepseek_v3 has latent attention"),
+        (hf.MambaConfig, "mamba has layers with a state"),
+        (hf.Qwen3NextConfig, "qwen3_next has layers with a state"),
+        (hf.Gemma3nTextConfig, "gemma3n_text has layers that share keys and values"),
+        (hf.Gemma4TextConfig, "the layers of gemma4_text have keys of several shapes"),
+    ],
+)
+def test_a_model_whose_layers_the_blocks_do_not_hold_is_refused_when_the_cache_is_created(
+    config: Any, problem: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=problem):
+        PagedCache(config(), max_batch_size=1, max_length=4, dtype=torch.float32)
+
+
+def test_keys_of_another_shape_than_the_configuration_gives_are_refused() -> None:
+    cache = create_cache(create_module("llama", torch.float32), 1, 8)
+    keys = torch.zeros(1, 2, 1, 16)
+    cache.update(keys, keys, 0)
+    with pytest.raises(InvalidConfig, match=r"layer 1 has keys of 2x16 and values of 2x8, and"):
+        cache.update(keys, keys[..., :8], 1)

@@ -1,6 +1,7 @@
 """KVCachePool: blocks of one model that several caches share, and the block tables of their rows.
 
-Owns a KVCache and the BlockPool that counts, hashes and evicts its blocks. Knows no transformers.
+Owns a KVCache and the BlockPool that counts, hashes and evicts its blocks. Of transformers it
+reads configurations alone.
 The rows of one cache have equal lengths, and so equally many blocks.
 
     RowTables of caller A   [0 1 4]   [0 1 6]     blocks 0 and 1: the same prompt, published
@@ -22,6 +23,9 @@ from forge.blocks import BlockPool, chain_hashes, root_hash
 from forge.errors import InvalidConfig, OutOfBlocks
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 from forge.seam import BlockCopy
+
+KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Layers that hold the keys and values of each position, and nothing else."""
 
 
 class KVCachePool:
@@ -46,6 +50,7 @@ class KVCachePool:
             if value < 1:
                 raise InvalidConfig(name, f"{value} is not a positive integer", "Give 1 or more")
         text_config = config.get_text_config()
+        _refuse_layers(text_config)
         ends, pad = (getattr(text_config, f"{kind}_token_id", None) for kind in ("eos", "pad"))
         self.pad_token_id = None if pad in (ends if isinstance(ends, list) else [ends]) else pad
         heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
@@ -77,6 +82,37 @@ class KVCachePool:
         size = self.blocks.block_size
         full = tokens[: len(tokens) // size * size]
         return chain_hashes(root_hash("", salt, size), full, size)
+
+
+def _refuse_layers(config: Any) -> None:
+    """Raise InvalidConfig for layers that hold anything but keys and values of one shape."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    module_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    fields = ("kv_lora_rank", "num_kv_shared_layers", "num_key_value_heads", "head_dim")
+    try:
+        rank, shared, _, _ = (getattr(config, field, None) for field in fields)
+    except RuntimeError:
+        # transformers raises where each layer has its own value.
+        raise InvalidConfig(
+            "config",
+            f"the layers of {config.model_type} have keys of several shapes",
+            "Use DynamicCache",
+        ) from None
+    other_layers = set(getattr(config, "layer_types", None) or ()) - KV_LAYER_TYPES
+    held = {
+        "layers with a state": getattr(module_class, "_is_stateful", False),
+        "latent attention (MLA)": bool(rank),
+        "layers that share keys and values": bool(shared),
+        f"layers of {', '.join(sorted(map(str, other_layers)))}": bool(other_layers),
+    }
+    for feature, is_present in held.items():
+        if is_present:
+            raise InvalidConfig(
+                "config",
+                f"{config.model_type} has {feature}, which blocks of keys and values do not hold",
+                "Use DynamicCache",
+            )
 
 
 class RowTables:

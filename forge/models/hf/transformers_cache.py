@@ -60,7 +60,17 @@ class PagedLayer(CacheLayerMixin):
                                    the new positions last
         Raise InvalidConfig for more rows, positions or blocks than there are.
         """
-        rows, _, count, _ = key_states.shape
+        rows, heads, count, head_dim = key_states.shape
+        spec = self._cache.pool.kv_cache.spec
+        expected = (spec.num_kv_heads, spec.head_dim)
+        if (heads, head_dim) != expected or value_states.shape != key_states.shape:
+            raise InvalidConfig(
+                "config",
+                f"layer {self._index} has keys of {heads}x{head_dim} and values of "
+                f"{value_states.shape[1]}x{value_states.shape[3]}, and the cache {expected[0]}x"
+                f"{expected[1]} for both",
+                "Use DynamicCache",
+            )
         slots = self._cache.slots_to_write(rows, self._length, self._length + count)
         flat_keys, flat_values = (
             x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states)
