@@ -28,10 +28,11 @@ from forge.models.hf.loading.checkpoint import (  # noqa: E402
     load_module,
     mean_layer_weights,
     open_checkpoint,
-    refuse_unsupported,
     select_device,
 )
 from forge.models.hf.loading.checkpoint_files import weight_files  # noqa: E402
+from forge.models.hf.loading.config_checks import refuse_unsupported  # noqa: E402
+from forge.models.hf.loading.end_tokens import EndToken  # noqa: E402
 from tests.hf.families import CONFIGS, FAMILIES, SMALL, create_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -180,15 +181,23 @@ def test_the_dtype_is_the_checkpoints_or_suits_the_device(
     assert found == [on_cpu, on_cuda]
 
 
-def test_end_ids_are_those_of_both_files_without_repetition(checkpoint_folder: Path) -> None:
+def test_ends_are_those_of_both_files_with_their_origins(checkpoint_folder: Path) -> None:
     change_json(checkpoint_folder, "config.json", eos_token_id=[2, 5])
     change_json(checkpoint_folder, "generation_config.json", eos_token_id=[9, 2, 10**6])
-    assert open_folder(checkpoint_folder).end_ids == (9, 2, 5)
-    change_json(checkpoint_folder, "config.json", eos_token_id=None)
-    change_json(checkpoint_folder, "generation_config.json", eos_token_id=7)
-    assert open_folder(checkpoint_folder).end_ids == (7,)
+    both = ("generation_config.json", "config.json")
+    assert open_folder(checkpoint_folder).ends == (
+        EndToken(9, both[:1]),
+        EndToken(2, both),
+        EndToken(10**6, both[:1]),
+        EndToken(5, both[1:]),
+    )
     (checkpoint_folder / "generation_config.json").unlink()
-    assert open_folder(checkpoint_folder).end_ids == ()
+    change_json(checkpoint_folder, "config.json", eos_token_id=None)
+    assert open_folder(checkpoint_folder).ends == ()
+    config = json.loads((checkpoint_folder / "config.json").read_text())
+    del config["eos_token_id"]
+    (checkpoint_folder / "config.json").write_text(json.dumps(config))
+    assert open_folder(checkpoint_folder).ends == (EndToken(2, ("LlamaConfig's default",)),)
 
 
 def test_defaults_of_sampling_are_what_the_file_says(checkpoint_folder: Path) -> None:
@@ -318,6 +327,15 @@ def test_a_config_that_is_no_object_is_refused(checkpoint_folder: Path) -> None:
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "and this one is (gptq). Serve the"),
         ({"quantization_config": {"bits": 4}}, "and this one is (by an unnamed method)"),
+        ({"quantization_config": {}}, "is empty. Remove it if the weights are not quantised"),
+        ({"transformers_weights": "other.safetensors"}, "Rename them to model.safetensors and"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1, which must be 1 or more. Fix it"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0, which must be 1 or more. Fix it"),
+        ({"vocab_size": 0}, "vocab_size 0, which must be 1 or more"),
+        ({"intermediate_size": -96}, "intermediate_size -96, which must be 1 or more"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0, which must be 1 or more"),
+        ({"head_dim": -16}, "head_dim -16, which must be 1 or more"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4, no multiple of its num_key_value_"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             "LlamaForSequenceClassification is",
@@ -488,15 +506,163 @@ def test_weights_that_are_missing_are_refused_by_name(checkpoint_folder: Path) -
     )
 
 
-def test_weights_that_were_not_requested_are_left_alone(
-    checkpoint_folder: Path, checkpoints: Path
+def add_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """Add tensors to the folder's file, or replace those of the same names."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "mtp.layers.0.embed_tokens.weight",
+        "vision_tower.encoder.layers.0.weight",
+        "model.layers.3.mlp.up_proj.weight",
+    ],
+)
+def test_weights_that_no_causal_model_computes_with_are_left_alone(
+    checkpoint_folder: Path, checkpoints: Path, name: str
 ) -> None:
-    file = checkpoint_folder / "model.safetensors"
-    tensors = {**load_file(file), "model.vision.weight": torch.zeros(3)}
-    save_file(tensors, file, metadata={"format": "pt"})
+    """A layer after the last predicts further tokens, if the configuration counts such layers."""
+    add_tensors(checkpoint_folder, {name: torch.zeros(3)})
+    change_json(checkpoint_folder, "config.json", num_nextn_predict_layers=1)
     assert torch.equal(
         logits(load_folder(checkpoint_folder)), logits(load_folder(checkpoints / "llama"))
     )
+
+
+def test_a_causal_mask_is_no_bias_of_attention(checkpoint_folder: Path) -> None:
+    name = "model.layers.0.attn.bias"
+    add_tensors(checkpoint_folder, {name: torch.ones(1, 1, 8, 8)})
+    assert load_folder(checkpoint_folder) is not None
+    add_tensors(checkpoint_folder, {name: torch.ones(8)})
+    assert f"does not use: {name}. Take" in refuse_load(checkpoint_folder)
+
+
+def test_weights_that_the_configuration_does_not_use_are_refused_by_name(
+    checkpoint_folder: Path,
+) -> None:
+    names = [f"model.layers.{layer}.input_layernorm.weight" for layer in (3, 4, 5, 6)]
+    add_tensors(checkpoint_folder, {name: torch.ones(64) for name in names})
+    assert (
+        f"LlamaForCausalLM with its config.json does not use: {', '.join(names[:3])} and 1 more. "
+        "Take both from one model, or remove these weights"
+    ) in refuse_load(checkpoint_folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(96, 64, dtype=torch.float8_e4m3fn)),
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(96, 64, dtype=torch.int8)),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.ones(1)),
+        ("model.layers.0.mlp.up_proj.scales", torch.ones(96)),
+        ("model.layers.0.mlp.up_proj.qweight", torch.zeros(8, dtype=torch.int32)),
+    ],
+)
+def test_quantised_weights_without_a_quantization_config_are_refused_by_name(
+    checkpoint_folder: Path, name: str, tensor: Any
+) -> None:
+    add_tensors(checkpoint_folder, {name: tensor})
+    line = refuse_load(checkpoint_folder)
+    assert f"has quantised weights ({name}" in line
+    assert line.endswith("no quantization_config. Serve the checkpoint that it was made from")
+
+
+def test_a_missing_head_is_refused_with_the_field_that_ties_it(checkpoint_folder: Path) -> None:
+    file = checkpoint_folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert (
+        "lacks weights of LlamaForCausalLM: lm_head.weight. Set tie_word_embeddings to true in "
+        "config.json if the head is the embedding, or fetch it again"
+    ) in refuse_load(checkpoint_folder)
+
+
+def test_two_names_of_one_weight_are_refused(checkpoint_folder: Path) -> None:
+    add_tensors(checkpoint_folder, {"norm.weight": torch.ones(64)})
+    assert "norm.weight, which are one weight. Remove one of them" in refuse_load(checkpoint_folder)
+
+
+def test_a_shard_with_a_tensor_that_the_index_gives_to_another_is_refused(tmp_path: Path) -> None:
+    create_module("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="100KB")
+    first, second, *_ = weight_files(tmp_path)
+    name = next(iter(load_file(first)))
+    save_file({**load_file(second), name: torch.zeros(3)}, second, metadata={"format": "pt"})
+    assert (
+        f"{second} has {name}, which model.safetensors.index.json gives to {first.name}. Fetch all"
+    ) in refuse_open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a git-lfs pointer and"),
+        (b"\n<!DOCTYPE html><html>", "is a page of HTML or XML"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_text_in_the_place_of_a_file_is_named(
+    checkpoint_folder: Path, name: str, content: bytes, problem: str
+) -> None:
+    (checkpoint_folder / name).write_bytes(content * 50)
+    assert f"{checkpoint_folder / name} {problem}" in refuse_open(checkpoint_folder)
+
+
+def test_a_config_with_a_byte_order_mark_is_refused_by_it(checkpoint_folder: Path) -> None:
+    path = checkpoint_folder / "config.json"
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert "begins with a byte order mark. Save it as UTF-8 without one" in refuse_open(
+        checkpoint_folder
+    )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("target", ["gone", None])
+def test_a_link_that_leads_to_no_file_is_named(
+    checkpoint_folder: Path, name: str, target: str | None
+) -> None:
+    """As in a cache that was damaged. None: the link leads to itself."""
+    path = checkpoint_folder / name
+    path.unlink()
+    path.symlink_to(target or name)
+    assert f"{path} is a symbolic link that leads to no file. Fetch it again" in refuse_open(
+        checkpoint_folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("model-Q4_K_M.gguf", "its model-Q4_K_M.gguf is a GGUF file, which is not served"),
+        ("consolidated.safetensors", "is the format of Mistral's own library, which is not serv"),
+        ("adapter_model.safetensors", "is an adapter and not a model"),
+    ],
+)
+def test_weights_of_another_format_are_named(
+    checkpoint_folder: Path, name: str, problem: str
+) -> None:
+    (checkpoint_folder / "model.safetensors").rename(checkpoint_folder / name)
+    assert problem in refuse_open(checkpoint_folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"hidden_act": "swoosh"}, "config.json has hidden_act 'swoosh', which transformers "),
+        (
+            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+            "config.json has rope_parameters.rope_type 'spiral', which transformers ",
+        ),
+    ],
+)
+def test_a_function_that_transformers_does_not_know_is_refused_by_its_field(
+    checkpoint_folder: Path, fields: dict[str, Any], problem: str
+) -> None:
+    change_json(checkpoint_folder, "config.json", **fields)
+    assert problem in refuse_load(checkpoint_folder)
 
 
 def test_numbers_of_a_config_that_make_no_module_are_refused(checkpoint_folder: Path) -> None:
@@ -521,7 +687,7 @@ def test_loading_says_nothing(checkpoint_folder: Path, capfd: pytest.CaptureFixt
     forge refuses what transformers warns of, or it is harmless.
     """
     file = checkpoint_folder / "model.safetensors"
-    save_file({**load_file(file), "other": torch.zeros(3)}, file, metadata={"format": "pt"})
+    save_file({**load_file(file), "mtp.other": torch.zeros(3)}, file, metadata={"format": "pt"})
     load_folder(checkpoint_folder)
     assert capfd.readouterr() == ("", "")
     assert transformers.utils.logging.is_progress_bar_enabled()

@@ -41,6 +41,7 @@ from forge.models.hf.loading.checkpoint import module_parameters  # noqa: E402
 from forge.models.hf.loading.decoder_loader import build_compiled_decoder  # noqa: E402
 from forge.models.hf.loading.kernel_selection import select_kv_cache_spec  # noqa: E402
 from forge.models.hf.loading.model_loader import assemble_model  # noqa: E402
+from forge.models.hf.weights import ModelWeights  # noqa: E402
 from forge.pause import PauseMode  # noqa: E402
 from forge.request import Request, SamplingParams  # noqa: E402
 from forge.weights import NamedWeights  # noqa: E402
@@ -204,9 +205,9 @@ def test_compiled_modules_are_updated_and_sleep_without_another_graph() -> None:
     decoder, layers = build_compiled_decoder(
         create_module("qwen3", torch.float64, ATTENTION_NAME), 512, CAPTURED
     )
-    parameters = module_parameters(decoder.module)
+    weights = ModelWeights(module_parameters(decoder.module))
     device = torch.device("cpu")
-    engine = create_engine((decoder, layers), device, torch.float64, parameters=parameters)
+    engine = create_engine((decoder, layers), device, torch.float64, weights=weights)
     trained = create_module("qwen3", torch.float64, seed=1)
     new = NamedWeights(dict(trained.named_parameters()))
     expected = [generate_greedy(trained, prompt, 24) for prompt in prompts()]

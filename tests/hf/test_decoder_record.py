@@ -37,6 +37,7 @@ from forge.models.hf.loading.decoder_record import (  # noqa: E402
     record_key,
     write_record,
 )
+from forge.models.hf.loading.end_tokens import EndToken  # noqa: E402
 from forge.models.hf.loading.model_loader import open_inspected  # noqa: E402
 from forge.models.hf.loading.recorded_decoder import (  # noqa: E402
     create_record,
@@ -104,7 +105,7 @@ def record_fused(
         layers,
         folder,
         load_format,
-        end_ids=(2,),
+        ends=(EndToken(2, ("config.json",)),),
         vocab_size=307,
         tokenizer_class="PreTrainedTokenizerFast",
     )
@@ -376,7 +377,7 @@ def test_a_second_start_uses_the_record_and_continues_alike(
     key = key_of(folder, load_format=load_format)
     record = read_record(key)
     assert record is not None
-    write_record(key, record._replace(end_ids=[first[0]]))
+    write_record(key, record._replace(ends=[EndToken(first[0], ("config.json",))]))
     assert len(start_and_generate(folder, caplog, load_format=load_format)[1]) == 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import threading
 import weakref
 from contextlib import nullcontext
@@ -138,6 +140,55 @@ def test_one_layer_kind_that_changes_is_enough_to_refuse() -> None:
     }
     with pytest.raises(InvalidConfig, match="beyond 64 positions"):
         refuse_dynamic_rope(config, 65)
+
+
+# What the log of a start says.
+
+
+def copy_with(folder: Path, name: str, target: Path, **fields: Any) -> Path:
+    """Return a copy of a checkpoint with other fields in a JSON file."""
+    shutil.copytree(folder, target)
+    path = target / name
+    found = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**found, **fields}))
+    return target
+
+
+@pytest.mark.parametrize("start", ["first", "from the record"])
+def test_a_start_logs_which_tokens_end_an_output_and_what_names_them(
+    start: str, checkpoint: Path, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer's own is `<|end|>`, 2. An id beyond the vocabulary is named too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = copy_with(checkpoint, "config.json", tmp_path / "copy", eos_token_id=9999)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
+    for _ in range(1 if start == "first" else 2):
+        caplog.clear()
+        config = open_config(folder, {"num_blocks": 4})
+    assert config.end_ids == (2,)
+    lines = [record.getMessage() for record in caplog.records if "output" in record.getMessage()]
+    ends, beyond = lines
+    assert ends.startswith("tokens that end an output: 5 ")
+    assert ends.endswith(
+        " (generation_config.json), 2 '<|end|>' (generation_config.json, the tokenizer)"
+    )
+    assert beyond == "eos_token_id 9999 (config.json) ends no output: the vocabulary has 307 tokens"
+
+
+def test_a_start_logs_a_chat_template_that_renders_no_message(
+    checkpoint: Path, tmp_path: Path, caplog: Any
+) -> None:
+    folder = copy_with(checkpoint, "tokenizer_config.json", tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}")
+    open_config(folder, {"num_blocks": 4})
+    assert "chats will be refused: messages: the model's chat template refuses them" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_start_logs_that_modules_compute_the_layers(family: str, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    select_decoder(create_module(family, torch.float32, ATTENTION_NAME), TorchOps(), 64)
+    assert ("runs transformers' modules" in caplog.text) == (family not in FUSABLE)
 
 
 # Geometry.

@@ -168,6 +168,26 @@ def test_a_tensor_that_does_not_match_changes_nothing(qwen3: Trained, tmp_path: 
         assert llm.weight_version == "0" and generate(llm) == qwen3.old_outputs
 
 
+@pytest.mark.parametrize("has_record", [True, False])
+def test_an_update_may_have_the_names_that_a_start_reads(
+    qwen3: Trained, has_record: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The base model's prefix may be missing, and tensors of no weight are left out."""
+    if not has_record:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tensors = {name.removeprefix("model."): each for name, each in qwen3.new_tensors.items()}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)
+    with LLM(str(qwen3.folder), **OPTIONS) as llm:
+        llm.update_weights(tensors)
+        assert generate(llm) == qwen3.new_outputs
+        for name in ("norm.bias", "layers.3.mlp.up_proj.weight"):
+            with pytest.raises(InvalidWeights, match="the model has no such tensor"):
+                llm.update_weights({**tensors, name: torch.zeros(3)})
+        with pytest.raises(InvalidWeights, match=r"it is model\.norm\.weight again"):
+            llm.update_weights({**tensors, "model.norm.weight": tensors["norm.weight"]})
+        assert generate(llm) == qwen3.new_outputs
+
+
 def test_two_names_of_one_tensor_must_agree() -> None:
     tensor = torch.zeros(4, 2)
     weights = ModelWeights({"embedding": tensor, "head": tensor, "norm": torch.zeros(2)})

@@ -115,7 +115,7 @@ def divide_module(module: Any, communicator: ThreadCommunicator) -> Any:
             copy.deepcopy(module.config), dtype=module.dtype, attn_implementation=ATTENTION_NAME
         )
     layout = find_layout(part, Shard(communicator.rank, communicator.world_size))
-    whole = shrink_module(part, layout, communicator.rank)
+    whole = shrink_module(part, layout, part.all_tied_weights_keys, communicator.rank)
     tensors = dict(module.named_parameters())
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:

@@ -283,6 +283,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("decoders", "attention", "ops", "tokenizer", "transformers_cache"),
         "kv_cache_pool",
         *("kv_cache", "cuda_module", "binary_cache", "buffers", "progress", "weights"),
+        "weight_names",
         "shared_weights",
     ),
     "sim": (

@@ -201,6 +201,12 @@ class HFTokenizer:
         return self._eos_token
 
     @property
+    def own_eos_token(self) -> int | None:
+        """Id that the tokenizer's own files name as the end of a text, or None."""
+        token = self._fast_tokenizer.eos_token_id
+        return None if token is None else int(token)
+
+    @property
     def special_token_ids(self) -> Collection[int]:
         """Ids of special tokens. Decoding skips those that show no reasoning or call."""
         return self._special_tokens.keys()

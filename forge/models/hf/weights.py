@@ -5,6 +5,7 @@ Owns the way from an update's tensors to the memory that steps read. Knows no pl
     model.layers.3.self_attn.q_proj.weight ─┐ views of
     model.layers.3.self_attn.k_proj.weight ─┼────────► the stacked QKV weight, where it is
     lm_head.weight ─────────────────────────┴────────► the embedding, where they are tied
+    model.rotary_emb.inv_freq                          ignored, as at a start: weight_names.py
 
 Captured graphs hold the addresses of weights, so an update copies into the same memory. A sleep
 frees the memory under the tensors, and all views see that which is allocated later: its address is
@@ -26,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from forge.errors import InvalidWeights, one_line
 from forge.models.hf.shared_weights import open_shared_weights
+from forge.models.hf.weight_names import WeightNames
 from forge.weights import NamedWeights, SharedWeights, WeightFiles, WeightSource
 
 NUM_COPY_THREADS = 8
@@ -35,12 +37,16 @@ NUM_COPY_THREADS = 8
 class ModelWeights:
     """Parameters of one model.
 
-    parameters   tensor of each name in the checkpoint, with the checkpoint's shape. Several names
-                 may be of one tensor
+    parameters   tensor of each name in the module, with the checkpoint's shape. Several names may
+                 be of one tensor
+    names        names that sources write; None: those of the parameters
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], names: WeightNames | None = None
+    ) -> None:
         self._parameters = parameters
+        self._names = names or WeightNames(parameters, prefix="")
         self._saved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
         self._lacks_content = False
 
@@ -58,7 +64,8 @@ class ModelWeights:
         A tensor is rounded to the model's dtype, as at a start. Raises InvalidWeights, and changes
         nothing then.
         """
-        with open_source(source) as tensors:
+        with open_source(source) as named:
+            tensors = self._match(named)
             self._check(tensors)
             self._lacks_content = True  # An error from here on leaves a mixture.
             if isinstance(source, WeightFiles):
@@ -75,15 +82,27 @@ class ModelWeights:
         with torch.inference_mode():  # Each thread has a mode of its own.
             self._parameters[name].copy_(tensor)
 
+    def _match(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors by the names of their parameters, without those of no weight."""
+        tensors: dict[str, torch.Tensor] = {}
+        for stored_name, tensor in named.items():
+            name = self._names.find(stored_name)
+            if name is None or name not in self._parameters:
+                if self._names.is_harmless(stored_name, tensor.shape):
+                    continue
+                raise self._unknown(stored_name)
+            if name in tensors:
+                raise InvalidWeights(stored_name, f"it is {name} again", "Give one of them")
+            tensors[name] = tensor
+        return tensors
+
     def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise InvalidWeights unless each tensor can be copied to the parameter of its name."""
         if not tensors:
             raise InvalidWeights("weights", "there are none", "Give at least one tensor")
         first_names: dict[tuple[int, int], str] = {}
         for name, tensor in tensors.items():
-            parameter = self._parameters.get(name)
-            if parameter is None:
-                raise self._unknown(name)
+            parameter = self._parameters[name]
             _check_tensor(name, tensor, parameter)
             first = first_names.setdefault(_place(parameter), name)
             if first != name and not torch.equal(tensors[first].to(tensor.device), tensor):

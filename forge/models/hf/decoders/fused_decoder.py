@@ -39,6 +39,7 @@ from forge.models.hf.kv_cache import KVCache
 from forge.models.hf.ops.interface import Ops
 
 log = logging.getLogger(__name__)
+start_log = logging.getLogger("forge.start")
 
 
 class LayerWeights(NamedTuple):
@@ -375,9 +376,12 @@ def fuse(
 
     create   takes the arguments of FusedDecoder and returns the decoder
     """
-    if len({spec._replace(window=0) for spec in specs}) != 1:
-        return None
-    if not has_known_structure(module, specs[0]):
+    layers_differ = len({spec._replace(window=0) for spec in specs}) != 1
+    if layers_differ or not has_known_structure(module, specs[0]):
+        start_log.info(
+            "%s runs transformers' modules: the fused decoder has no such layers",
+            type(module).__name__,
+        )
         return None
     unmodelled_names = unmodelled_fields(module)
     if unmodelled_names:

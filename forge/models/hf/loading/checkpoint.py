@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,29 +27,26 @@ from safetensors import SafetensorError
 from forge.errors import InvalidConfig, one_line
 from forge.models.hf.loading.checkpoint_files import (
     DESCRIPTION_PATTERNS,
+    SINGLE_FILE,
     WEIGHT_PATTERNS,
-    check_weights,
     find_checkpoint_folder,
+    open_tensors,
     read_json,
     refuse_model,
+)
+from forge.models.hf.loading.config_checks import refuse_sizes, refuse_unsupported
+from forge.models.hf.loading.end_tokens import EndToken, merge_end_tokens, parse_end_tokens
+from forge.models.hf.loading.tensor_plan import (
+    TensorPlan,
+    plan_random_tensors,
+    plan_tensors,
+    refuse_missing,
+    refuse_shapes,
 )
 from forge.models.hf.progress import log_phase, show_progress, silence_transformers
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of generation_config.json that SamplingParams has too."""
-
-ATTENTION_KINDS = {"full_attention", "sliding_attention"}
-GLOBAL_FIELDS = (
-    *("vocab_size", "max_position_embeddings", "rope_parameters", "layer_types", "alibi"),
-    *("attn_config", "position_embedding_type", "kv_lora_rank", "num_kv_shared_layers"),
-    *("original_max_position_embeddings", "add_cross_attention"),
-)
-"""Fields that are read once for all layers, here and at the start."""
-
-ATTENTION_SINK_TYPES = {
-    *("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"),
-}
-"""Model types whose attention has a learned logit in addition to those of the keys."""
 
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
@@ -79,7 +76,7 @@ class Checkpoint(NamedTuple):
     module_class        class of transformers that holds the weights
     dtype               dtype that the module computes in
     vocab_size          width of the logits
-    end_ids             tokens that end an output, the preferred one first; may be empty
+    ends                tokens that its files name as ends of an output, the preferred one first
     max_model_len       positions that the model was made for, or None where unknown
     sampling_defaults   fields of generation_config.json, under the names of SamplingParams
     """
@@ -90,7 +87,7 @@ class Checkpoint(NamedTuple):
     module_class: Any
     dtype: torch.dtype
     vocab_size: int
-    end_ids: tuple[int, ...]
+    ends: tuple[EndToken, ...]
     max_model_len: int | None
     sampling_defaults: dict[str, float]
 
@@ -144,6 +141,7 @@ def open_checkpoint(
         folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
         raw = read_json(folder, "config.json")
         config = _load_config(folder, raw)
+        refuse_sizes(config)
         module_class = _find_module_class(config, raw)
         refuse_unsupported(config, module_class)
         torch_dtype = _select_dtype(config, dtype, device)
@@ -152,12 +150,8 @@ def open_checkpoint(
             generation = read_json(folder, "generation_config.json")
         if load_format != "dummy":
             find_checkpoint_folder(name, WEIGHT_PATTERNS)
-            check_weights(folder)
-    vocab_size = int(config.vocab_size)
-    end_ids = (
-        *_parse_token_ids(generation.get("eos_token_id")),
-        *_parse_token_ids(getattr(config, "eos_token_id", None)),
-    )
+            open_tensors(folder)
+    config_origin = "config.json" if "eos_token_id" in raw else f"{type(config).__name__}'s default"
     max_positions = getattr(config, "max_position_embeddings", None)
     return Checkpoint(
         name,
@@ -165,8 +159,13 @@ def open_checkpoint(
         config,
         module_class,
         torch_dtype,
-        vocab_size,
-        tuple(dict.fromkeys(end for end in end_ids if 0 <= end < vocab_size)),
+        int(config.vocab_size),
+        merge_end_tokens(
+            [
+                *parse_end_tokens(generation.get("eos_token_id"), "generation_config.json"),
+                *parse_end_tokens(getattr(config, "eos_token_id", None), config_origin),
+            ]
+        ),
         max_positions if type(max_positions) is int and max_positions > 0 else None,
         {
             key: generation[key]
@@ -178,13 +177,25 @@ def open_checkpoint(
 
 def _load_config(folder: Path, raw: dict[str, Any]) -> Any:
     """Return the configuration as transformers parses it."""
-    quantization = raw.get("quantization_config") or raw.get("compression_config")
-    if quantization:
+    for field in ("quantization_config", "compression_config"):
+        quantization = raw.get(field)
+        if quantization is None:
+            continue
+        if quantization == {}:
+            refuse_model(
+                f"{field} of {folder / 'config.json'} is empty",
+                "Remove it if the weights are not quantised",
+            )
         quant_method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         refuse_model(
             "quantised checkpoints are not served, and this one is "
             f"({quant_method or 'by an unnamed method'})",
             "Serve the checkpoint that it was made from",
+        )
+    if raw.get("transformers_weights") is not None:
+        refuse_model(
+            f"{folder / 'config.json'} names other files of weights (transformers_weights)",
+            f"Rename them to {SINGLE_FILE} and remove the field",
         )
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
@@ -246,55 +257,6 @@ def _find_module_class(config: Any, raw: dict[str, Any]) -> Any:
     return module_class
 
 
-def refuse_unsupported(config: Any, module_class: Any) -> None:
-    """Raise InvalidConfig where paged attention would compute something else than the module."""
-    for field in GLOBAL_FIELDS:
-        try:
-            getattr(config, field, None)
-        # transformers raises where each layer has its own value.
-        except RuntimeError:
-            refuse_model(
-                f"{module_class.__name__} has a {field} for each layer, which is not supported",
-                "Serve another model, such as a Llama or a Qwen3",
-            )
-
-    def has(field: str) -> bool:
-        return bool(getattr(config, field, None))
-
-    layer_types = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS
-    alibi = (
-        config.model_type == "bloom"
-        or has("alibi")
-        or bool(getattr(getattr(config, "attn_config", None), "alibi", False))
-    )
-    relative = str(getattr(config, "position_embedding_type", "")).startswith("relative")
-    unsupported = {
-        # Even as decoders these count positions differently.
-        "the layers of an encoder": (
-            type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
-            or config.model_type == "bert-generation"
-        ),
-        "layers that read another model": config.model_type.endswith("_assistant"),
-        "layers with a state": getattr(module_class, "_is_stateful", False),
-        f"layers of {', '.join(sorted(map(str, layer_types)))}": bool(layer_types),
-        "latent attention (MLA)": has("kv_lora_rank"),
-        "attention sinks": config.model_type in ATTENTION_SINK_TYPES,
-        "ALiBi": alibi,
-        "relative position biases": relative,
-        "layers that share keys and values": has("num_kv_shared_layers"),
-        "attention to another text": has("add_cross_attention"),
-        "attention that does not go through transformers' interface": not (
-            module_class.is_backend_compatible()
-        ),
-    }
-    for feature, is_present in unsupported.items():
-        if is_present:
-            refuse_model(
-                f"{module_class.__name__} has {feature}, which is not supported",
-                "Serve another model, such as a Llama or a Qwen3",
-            )
-
-
 def _select_dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
     """Return the named dtype; `auto` is the checkpoint's, or the device's where it names none."""
     dtypes = {each: getattr(torch, each) for each in ("float32", "float16", "bfloat16", "float64")}
@@ -313,12 +275,6 @@ def _select_dtype(config: Any, name: str, device: torch.device) -> torch.dtype:
         )
     # A CPU has no float16 arithmetic: it is slow there, and some operations are missing.
     return torch.float32 if on_cpu and dtype == torch.float16 else dtype
-
-
-def _parse_token_ids(value: Any) -> tuple[int, ...]:
-    """Return one id, several or none, from transformers' field."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return tuple(item for item in items if type(item) is int)
 
 
 def import_modelling() -> None:
@@ -342,14 +298,15 @@ def load_module(
     """
     with silence_transformers():
         module = build_meta_module(checkpoint, attn_implementation)
-        size = weight_bytes(module)
+        plan = plan_weights(checkpoint, module, load_format)
+        size = weight_bytes(module, plan.ties)
         check_memory(size, device)
         if load_format == "dummy":
             module.to_empty(device=device)
             _init_random_weights(module, device)
         else:
             with log_phase(f"loading weights: {size / GIB:.1f} GiB"):
-                module = _read_weights(checkpoint, attn_implementation).to(device)
+                module = _read_weights(checkpoint, plan, attn_implementation).to(device)
     module.requires_grad_(False)
     return module.eval()
 
@@ -364,10 +321,27 @@ def build_meta_module(checkpoint: Checkpoint, attention: str) -> Any:
             )
     # Inconsistent sizes raise any error, somewhere in a layer's constructor.
     except Exception as error:
+        architecture = checkpoint.module_class.__name__
+        # The name of a function, such as an activation, that transformers has not.
+        unknown = error.args[0] if isinstance(error, KeyError) else None
+        for field in _fields_with(config.to_dict(), unknown):
+            refuse_model(
+                f"config.json has {field} {str(unknown)[:64]!r}, which transformers "
+                f"{transformers.__version__} does not know for {architecture}",
+                "Fix it",
+            )
         refuse_model(
-            f"{checkpoint.module_class.__name__} cannot be made of config.json: {one_line(error)}",
-            "Fix its sizes",
+            f"{architecture} cannot be made of config.json: {one_line(error)}", "Fix its sizes"
         )
+
+
+def _fields_with(values: Mapping[str, Any], text: object) -> Iterator[str]:
+    """Yield the names of fields that are this text, those of inner objects with the outer name."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in _fields_with(value, text))
+        elif isinstance(value, str) and value == text:
+            yield name
 
 
 def mean_layer_weights(module: Any) -> int:
@@ -380,9 +354,23 @@ def mean_layer_weights(module: Any) -> int:
     return int(num_parameters - sum(outside.values())) // num_layers
 
 
-def weight_bytes(module: Any) -> int:
-    """Return the bytes of a module's parameters."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
+def plan_weights(checkpoint: Checkpoint, module: Any, load_format: str) -> TensorPlan:
+    """Return what a meta module's weights are read from. Raise InvalidConfig.
+
+    load_format   as in `load_module`
+    """
+    if load_format == "dummy":
+        return plan_random_tensors(module)
+    return plan_tensors(module, checkpoint.folder, open_tensors(checkpoint.folder))
+
+
+def weight_bytes(module: Any, ties: Container[str]) -> int:
+    """Return the bytes of a module's parameters.
+
+    ties   names of those that are another one
+    """
+    parameters = module.named_parameters(remove_duplicate=False)
+    return sum(each.numel() * each.element_size() for name, each in parameters if name not in ties)
 
 
 def module_parameters(module: Any) -> dict[str, torch.Tensor]:
@@ -428,46 +416,28 @@ def _init_random_weights(module: Any, device: torch.device) -> None:
     module.initialize_weights()
 
 
-def _read_weights(checkpoint: Checkpoint, attention: str) -> Any:
-    """Return the module with the folder's weights, in host memory."""
+def _read_weights(checkpoint: Checkpoint, plan: TensorPlan, attention: str) -> Any:
+    """Return the module with the plan's weights, in host memory."""
     config = copy.deepcopy(checkpoint.config)
+    folder, architecture = checkpoint.folder, checkpoint.module_class.__name__
+    # Slices of open files: transformers reads each when it needs it, as from the files themselves.
+    stored = {name: each.open_slice() for name, each in plan.stored_tensors().items()}
     try:
         module, report = checkpoint.module_class.from_pretrained(
-            checkpoint.folder,
+            None,
             config=config,
+            state_dict=stored,
             dtype=checkpoint.dtype,
             attn_implementation=attention,
-            use_safetensors=True,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # They are refused below, by name.
             output_loading_info=True,
         )
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        refuse_model(f"{checkpoint.folder} cannot be loaded: {one_line(error)}", "Fetch it again")
-    mismatches = [
-        f"{name} is {_format_shape(found)}, not {_format_shape(expected)}"
-        for name, found, expected in sorted(report["mismatched_keys"])
-    ]
-    if mismatches:
-        refuse_model(
-            f"weights of {checkpoint.folder} have other shapes than config.json says: "
-            f"{_format_first(mismatches)}",
-            "Take both from one model",
-        )
+        refuse_model(f"{folder} cannot be loaded: {one_line(error)}", "Fetch it again")
+    # Of weights that transformers makes of several tensors, such as the experts of a layer.
+    if report["mismatched_keys"]:
+        refuse_shapes(folder, report["mismatched_keys"])
     if report["missing_keys"]:
-        refuse_model(
-            f"{checkpoint.folder} lacks weights of {checkpoint.module_class.__name__}: "
-            f"{_format_first(sorted(report['missing_keys']))}",
-            "Fetch it again",
-        )
+        refuse_missing(folder, architecture, report["missing_keys"])
     return module
-
-
-def _format_shape(size: Sequence[int]) -> str:
-    return "x".join(map(str, size))
-
-
-def _format_first(names: Sequence[str]) -> str:
-    """Return up to three of the names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -60,13 +60,15 @@ from forge.models.hf.loading.loaded_decoder import LoadedDecoder
 from forge.models.hf.loading.partition import WHOLE, Partition
 from forge.models.hf.loading.recorded_decoder import (
     open_reader,
-    recorded_parameters,
     recorded_tensors,
+    recorded_weights,
     show_reading,
 )
 from forge.models.hf.ops.interface import Ops
 from forge.models.hf.progress import show_progress
 from forge.models.hf.sampling.sampler import kernel_compilations
+from forge.models.hf.weight_names import module_weight_names
+from forge.models.hf.weights import ModelWeights
 from forge.start_log import StartLog
 
 log = logging.getLogger(__name__)
@@ -268,7 +270,7 @@ def load_decoder(
         layer_weights,
         use_graphs,
         prefill,
-        module_parameters(module),
+        ModelWeights(module_parameters(module), module_weight_names(module)),
     )
 
 
@@ -310,5 +312,5 @@ def load_recorded_decoder(
         record.layer_weights,
         not options.enforce_eager,
         prefill,
-        recorded_parameters(record, decoder),
+        recorded_weights(record, decoder),
     )

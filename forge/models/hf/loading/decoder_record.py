@@ -40,6 +40,7 @@ from forge.models.hf.binary_cache import (
     write_entry,
 )
 from forge.models.hf.loading.checkpoint_files import DESCRIPTION_PATTERNS
+from forge.models.hf.loading.end_tokens import EndToken
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
@@ -79,7 +80,7 @@ class DecoderRecord(NamedTuple):
 
     architecture     name of the module's class
     dtype            name of the decoder's dtype
-    end_ids          tokens that end an output, the preferred one first; may be empty
+    ends             tokens that files name as ends of an output, the preferred one first
     max_model_len    positions of the cosines and sines
     tokenizer_class  name of the tokenizer's class in transformers
     layers           arguments of each layer's attention
@@ -97,7 +98,7 @@ class DecoderRecord(NamedTuple):
     architecture: str
     dtype: str
     vocab_size: int
-    end_ids: list[int]
+    ends: list[EndToken]
     max_model_len: int
     tokenizer_class: str
     layers: list[LayerSpec]
@@ -193,7 +194,8 @@ def decode_record(content: bytes) -> DecoderRecord | None:
     if fields is None:
         return None
     layers = [LayerSpec(*layer) for layer in fields["layers"]]
-    return DecoderRecord(**{**fields, "layers": layers})
+    ends = [EndToken(token, tuple(origins)) for token, origins in fields["ends"]]
+    return DecoderRecord(**{**fields, "layers": layers, "ends": ends})
 
 
 def find_sources(module: Any) -> dict[str, str]:

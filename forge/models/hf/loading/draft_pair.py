@@ -26,12 +26,14 @@ from forge.models.hf.loading.checkpoint import (
     select_device,
 )
 from forge.models.hf.loading.decoder_loader import load_decoder
+from forge.models.hf.loading.end_tokens import log_end_tokens
 from forge.models.hf.loading.kernel_selection import compile_missing_modules
 from forge.models.hf.loading.kv_tiers import TierSetup, open_host_memory, pin_host_memory
 from forge.models.hf.loading.memory import compute_num_blocks
 from forge.models.hf.loading.model_loader import (
     create_model,
     import_modelling_code,
+    log_template_error,
     refuse_out_of_memory,
 )
 from forge.models.hf.loading.model_spec import ModelSpec, refuse_dynamic_rope, resolve_model_spec
@@ -71,6 +73,8 @@ def open_pair(
             register_attention()
             device = select_device(options.device)
             target = resolve_model_spec(name, overrides, options, device)
+            log_end_tokens(target.ends, target.tokenizer, target.checkpoint.vocab_size)
+            log_template_error(target.tokenizer)
             config_fields = target.config_fields
             checkpoint = open_checkpoint(
                 draft_name, dtype=options.dtype, device=device, load_format=options.load_format
@@ -152,7 +156,7 @@ def check_pair(target: ModelSpec, draft: Checkpoint) -> None:
             f"Give at most {draft_max_len}, or another draft model",
         )
     refuse_dynamic_rope(draft.config, max_model_len)
-    draft_tokenizer = HFTokenizer.from_folder(draft.folder, draft.end_ids)
+    draft_tokenizer = HFTokenizer.from_folder(draft.folder, [each.token for each in draft.ends])
     differing_token = first_differing_token(target.tokenizer, draft_tokenizer)
     if differing_token is not None:
         raise InvalidConfig(

@@ -7,16 +7,14 @@ Owns the value between loading and serving, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
-
-import torch
 
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.decoders.interface import Decoder
 from forge.models.hf.kv_cache import KVCacheSpec
 from forge.models.hf.loading.checkpoint import CheckpointSummary
 from forge.models.hf.loading.kernel_selection import PrefillKernels
+from forge.models.hf.weights import ModelWeights
 
 
 class LoadedDecoder(NamedTuple):
@@ -27,7 +25,7 @@ class LoadedDecoder(NamedTuple):
     layer_weights   parameters of a layer, on average
     use_graphs      whether its steps are captured as CUDA graphs
     prefill         kernels of rows with more than one token
-    parameters      its weights by their names in the checkpoint
+    weights         its parameters, which an update changes in place
     """
 
     checkpoint: CheckpointSummary
@@ -37,4 +35,4 @@ class LoadedDecoder(NamedTuple):
     layer_weights: int
     use_graphs: bool
     prefill: PrefillKernels
-    parameters: Mapping[str, torch.Tensor]
+    weights: ModelWeights

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from forge.config import DeviceOptions, EngineConfig
-from forge.errors import InvalidConfig
+from forge.errors import InvalidConfig, InvalidRequest
 from forge.models.capture_sizes import (
     VERIFY_CAPTURE_SIZES,
     decode_capture_sizes,
@@ -50,6 +50,11 @@ from forge.models.hf.loading.decoder_record import (
     read_record,
     record_key,
     write_record,
+)
+from forge.models.hf.loading.end_tokens import (
+    complete_end_tokens,
+    log_end_tokens,
+    usable_end_ids,
 )
 from forge.models.hf.loading.kernel_selection import (
     compile_missing_modules,
@@ -91,7 +96,7 @@ def assemble_model(
     kv_cache_spec: KVCacheSpec,
     config: EngineConfig,
     *,
-    parameters: Mapping[str, torch.Tensor] | None = None,
+    weights: ModelWeights | None = None,
     vocab_size: int,
     eos_token: int,
     device: torch.device,
@@ -105,7 +110,7 @@ def assemble_model(
 ) -> HFModel:
     """Return the model with a KV cache, sampler and graphs of the config's geometry.
 
-    parameters      weights by their names in the checkpoint; None: they stay as they are
+    weights         what an update changes in place; None: they stay as they are
     decode_sizes    rows of decode graphs; () captures none
     mixed_sizes     tokens of graphs of mixed steps, of which those that a step may replay are used
     max_in_flight   steps that may be in flight
@@ -148,7 +153,7 @@ def assemble_model(
         vocab_size=vocab_size,
         eos_token=eos_token,
         capture_graphs=capture_graphs,
-        weights=None if parameters is None else ModelWeights(parameters),
+        weights=weights,
         check_changes=partition.check_changes,
         draft=draft,
         moves=None if pool is None else create_moves(kv_cache, pool, files),
@@ -177,8 +182,11 @@ def open_recorded(
     start: StartLog,
 ) -> Opening:
     """Return a model that an earlier start has recorded. Raise InvalidConfig for a geometry."""
-    tokenizer = HFTokenizer.from_folder(folder, record.end_ids, record.tokenizer_class)
-    eos_token, *end_ids = record.end_ids or (tokenizer.eos_token,)
+    from_files = [each.token for each in record.ends]
+    tokenizer = HFTokenizer.from_folder(folder, from_files, record.tokenizer_class)
+    ends = complete_end_tokens(record.ends, tokenizer)
+    log_end_tokens(ends, tokenizer, record.vocab_size)
+    eos_token, *end_ids = usable_end_ids(ends, record.vocab_size) or [tokenizer.eos_token]
     config_fields = resolve_config_fields(
         overrides, device, folder, record.torch_dtype, record.max_model_len, end_ids
     )
@@ -201,9 +209,10 @@ def open_inspected(
     partition   how the model is divided over ranks
     """
     register_attention()
-    checkpoint, tokenizer, config_fields, eos_token = resolve_model_spec(
+    checkpoint, tokenizer, config_fields, eos_token, ends = resolve_model_spec(
         name, overrides, options, device
     )
+    log_end_tokens(ends, tokenizer, checkpoint.vocab_size)
 
     def write(module: Any, fused: FusedDecoder, layers: list[LayerSpec]) -> None:
         new_key = find_key(checkpoint.folder, overrides, options, device)
@@ -220,7 +229,7 @@ def open_inspected(
                 layers,
                 checkpoint.folder,
                 options.load_format,
-                end_ids=checkpoint.end_ids,
+                ends=checkpoint.ends,
                 vocab_size=checkpoint.vocab_size,
                 tokenizer_class=tokenizer.class_name,
             )
@@ -230,6 +239,15 @@ def open_inspected(
         load_decoder, checkpoint, config_fields, options, device, start, write, partition
     )
     return Opening(tokenizer, config_fields, eos_token, load)
+
+
+def log_template_error(tokenizer: HFTokenizer) -> None:
+    """Log a chat template that cannot be read, or that does not take a message of a user."""
+    if tokenizer.chat_template is not None:
+        try:
+            tokenizer.render([{"role": "user", "content": "Hello"}])
+        except InvalidRequest as error:
+            log.warning("chats will be refused: %s", error)
 
 
 def find_key(
@@ -312,6 +330,7 @@ def open_model(
             else:
                 opening = open_recorded(record, folder, overrides, options, device, start)
         tokenizer, config_fields, eos_token, load = opening
+        log_template_error(tokenizer)
         with refuse_out_of_memory(overrides):
             with pin_host_memory(tiers, device) as slabs:
                 loaded = load()
@@ -366,7 +385,7 @@ def create_model(
         loaded.layers,
         loaded.kv_cache_spec,
         config,
-        parameters=loaded.parameters,
+        weights=loaded.weights,
         vocab_size=loaded.checkpoint.vocab_size,
         eos_token=eos_token,
         device=device,

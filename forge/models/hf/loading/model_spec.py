@@ -16,6 +16,7 @@ import torch
 from forge.config import DeviceOptions, EngineConfig, default_batched_tokens
 from forge.errors import InvalidConfig
 from forge.models.hf.loading.checkpoint import Checkpoint, open_checkpoint
+from forge.models.hf.loading.end_tokens import EndToken, complete_end_tokens, usable_end_ids
 from forge.models.hf.loading.kernel_selection import refuse_small_gpu
 from forge.models.hf.tokenizer import HFTokenizer
 
@@ -39,12 +40,14 @@ class ModelSpec(NamedTuple):
 
     config_fields   fields of EngineConfig, all checked; `num_blocks` may be missing
     eos_token       preferred end token
+    ends            all end tokens that the checkpoint or its tokenizer names
     """
 
     checkpoint: Checkpoint
     tokenizer: HFTokenizer
     config_fields: dict[str, Any]
     eos_token: int
+    ends: tuple[EndToken, ...]
 
 
 def resolve_model_spec(
@@ -58,14 +61,15 @@ def resolve_model_spec(
         name, dtype=options.dtype, device=device, load_format=options.load_format
     )
     refuse_small_gpu(device, checkpoint.dtype)
-    tokenizer = HFTokenizer.from_folder(checkpoint.folder, checkpoint.end_ids)
+    tokenizer = HFTokenizer.from_folder(checkpoint.folder, [each.token for each in checkpoint.ends])
+    ends = complete_end_tokens(checkpoint.ends, tokenizer)
     max_model_len = checkpoint.resolve_max_model_len(overrides.get("max_model_len"))
     refuse_dynamic_rope(checkpoint.config, max_model_len)
-    eos_token, *end_ids = checkpoint.end_ids or (tokenizer.eos_token,)
+    eos_token, *end_ids = usable_end_ids(ends, checkpoint.vocab_size) or [tokenizer.eos_token]
     config_fields = resolve_config_fields(
         overrides, device, checkpoint.folder, checkpoint.dtype, max_model_len, end_ids
     )
-    return ModelSpec(checkpoint, tokenizer, config_fields, eos_token)
+    return ModelSpec(checkpoint, tokenizer, config_fields, eos_token, ends)
 
 
 def resolve_config_fields(

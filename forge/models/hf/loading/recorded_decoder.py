@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from forge.errors import InvalidConfig, one_line
 from forge.models.hf.attention.interface import LayerSpec
 from forge.models.hf.decoders.fused_decoder import FusedDecoder, gate_up_names, qkv_names
 from forge.models.hf.loading.checkpoint import GIB, RANDOM_SEED, RANDOM_STD, mean_layer_weights
-from forge.models.hf.loading.checkpoint_files import weight_files
+from forge.models.hf.loading.checkpoint_files import open_tensors
 from forge.models.hf.loading.decoder_record import DecoderRecord, find_sources
+from forge.models.hf.loading.end_tokens import EndToken
 from forge.models.hf.progress import log_phase, show_bar, show_progress
+from forge.models.hf.weight_names import WeightNames
+from forge.models.hf.weights import ModelWeights
 
 log = logging.getLogger("forge.start")
 
@@ -54,10 +57,7 @@ class FileReader:
         self, folder: Path, device: torch.device, dtype: torch.dtype, executor: Executor
     ) -> None:
         self._device, self._dtype, self._executor = device, dtype, executor
-        self._files: dict[str, Any] = {}
-        for path in weight_files(folder):
-            file: Any = safe_open(path, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)
+        self._tensors = open_tensors(folder)
 
     def read(self, parts: Sequence[Sequence[str]]) -> list[torch.Tensor | None]:
         """Return the parameters of each part, stacked; None for a part without names."""
@@ -66,7 +66,7 @@ class FileReader:
         return [_stack([found[name] for name in part]) for part in parts]
 
     def _read_one(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        tensor: torch.Tensor = self._tensors[name].read()
         # A tensor on the CPU would otherwise be the file itself, which may change.
         return tensor.to(self._device, self._dtype, copy=True)
 
@@ -156,8 +156,8 @@ def recorded_tensors(
         yield from read([[record.head]])
 
 
-def recorded_parameters(record: DecoderRecord, decoder: FusedDecoder) -> dict[str, torch.Tensor]:
-    """Return the weights of the record's decoder by their names, as views of its tensors."""
+def recorded_weights(record: DecoderRecord, decoder: FusedDecoder) -> ModelWeights:
+    """Return the weights of the record's decoder, as views of its tensors."""
     parts = [[record.embedding], [], []]
     parts += [part for layer in record.layer_names for part in layer]
     parts += [[record.norm], [record.head]]
@@ -168,7 +168,8 @@ def recorded_parameters(record: DecoderRecord, decoder: FusedDecoder) -> dict[st
             parameters |= zip(names, tensor.split_with_sizes(sizes), strict=True)
     if record.head == record.embedding:
         parameters[HEAD_NAME] = parameters[record.embedding]
-    return parameters
+    prefix = record.embedding.removesuffix(".embed_tokens.weight")
+    return ModelWeights(parameters, WeightNames(parameters, prefix))
 
 
 def _cos_sin(record: DecoderRecord, device: torch.device) -> Iterator[torch.Tensor]:
@@ -188,7 +189,7 @@ def create_record(
     folder: Path,
     load_format: str,
     *,
-    end_ids: Sequence[int],
+    ends: Sequence[EndToken],
     vocab_size: int,
     tokenizer_class: str,
 ) -> DecoderRecord | None:
@@ -215,7 +216,7 @@ def create_record(
         architecture=type(module).__name__,
         dtype=str(fused.dtype).removeprefix("torch."),
         vocab_size=vocab_size,
-        end_ids=list(end_ids),
+        ends=list(ends),
         max_model_len=len(cos),
         tokenizer_class=tokenizer_class,
         layers=list(layers),

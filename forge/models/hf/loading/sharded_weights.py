@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from forge.models.hf.loading.checkpoint import (
@@ -27,9 +25,11 @@ from forge.models.hf.loading.checkpoint import (
     Checkpoint,
     build_meta_module,
     check_memory,
+    plan_weights,
     weight_bytes,
 )
-from forge.models.hf.loading.checkpoint_files import refuse_model, weight_files
+from forge.models.hf.loading.checkpoint_files import refuse_model
+from forge.models.hf.loading.tensor_plan import TensorPlan, format_first
 from forge.models.hf.parallel.communicator import Communicator
 from forge.models.hf.parallel.module_layout import find_layout
 from forge.models.hf.parallel.sharded_module import (
@@ -46,27 +46,22 @@ NUM_READ_THREADS = 8
 
 
 class SlicedFiles:
-    """Parts of the tensors in a folder's safetensors files.
+    """Parts of the stored tensors of a plan.
 
     num_read   numbers of all tensors that were returned
     """
 
     def __init__(
         self,
-        folder: Path,
-        whole: WholeShapes,
+        plan: TensorPlan,
         slices: Mapping[str, Slice],
         device: torch.device,
         dtype: torch.dtype,
         executor: Executor,
     ) -> None:
-        self._folder, self._shapes, self._slices = folder, whole.shapes, slices
+        self._tensors, self._slices = plan.tensors, slices
         self._device, self._dtype, self._executor = device, dtype, executor
         self.num_read = 0
-        self._files: dict[str, Any] = {}
-        for path in weight_files(folder):
-            file: Any = safe_open(path, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the rank's part of each named tensor, on the device. Raise InvalidConfig."""
@@ -75,18 +70,7 @@ class SlicedFiles:
         return found
 
     def _read_one(self, name: str) -> Tensor:
-        if name not in self._files:
-            refuse_model(
-                f"{self._folder} has no tensor {name}, under which tensor parallelism reads it",
-                "Serve it on one device, or save it again with this transformers",
-            )
-        stored = self._files[name].get_slice(name)
-        shape = tuple(stored.get_shape())
-        if shape != self._shapes[name]:
-            refuse_model(
-                f"{name} of {self._folder} is {shape}, and by config.json {self._shapes[name]}",
-                "Take both from one model",
-            )
+        stored = self._tensors[name].open_slice()
         part = self._slices.get(name)
         if part is None:
             tensors = [stored[:]]
@@ -132,6 +116,7 @@ class RandomMatrices:
 @contextmanager
 def open_weights(
     checkpoint: Checkpoint,
+    plan: TensorPlan,
     whole: WholeShapes,
     slices: Mapping[str, Slice],
     device: torch.device,
@@ -147,7 +132,7 @@ def open_weights(
         ThreadPoolExecutor(NUM_READ_THREADS) as executor,
         show_bar("Loading weights", num_parameters) as advance,
     ):
-        files = SlicedFiles(checkpoint.folder, whole, slices, device, checkpoint.dtype, executor)
+        files = SlicedFiles(plan, slices, device, checkpoint.dtype, executor)
 
         def read(names: Sequence[str]) -> Mapping[str, Tensor]:
             found = files.read(names)
@@ -155,6 +140,16 @@ def open_weights(
             return found
 
         yield read
+
+
+def refuse_converted(checkpoint: Checkpoint, plan: TensorPlan) -> None:
+    """Raise InvalidConfig for weights that transformers makes of several tensors."""
+    if plan.converted:
+        refuse_model(
+            f"{checkpoint.folder} has weights that are converted when they are read, which ranks "
+            f"cannot do: {format_first(sorted(plan.converted))}",
+            "Serve it on one device, or save it again with this transformers",
+        )
 
 
 def load_sharded_module(
@@ -173,12 +168,14 @@ def load_sharded_module(
         module = build_meta_module(checkpoint, attn_implementation)
         shard = Shard(communicator.rank, communicator.world_size)
         layout = find_layout(module, shard)
-        whole = shrink_module(module, layout, communicator.rank)
-        size = weight_bytes(module)
+        plan = plan_weights(checkpoint, module, load_format)
+        refuse_converted(checkpoint, plan)
+        whole = shrink_module(module, layout, plan.ties, communicator.rank)
+        size = weight_bytes(module, plan.ties)
         check_memory(size, device)
         with (
             log_phase(f"loading weights: {size / GIB:.1f} GiB on rank {communicator.rank}"),
-            open_weights(checkpoint, whole, layout.slices, device, load_format) as read,
+            open_weights(checkpoint, plan, whole, layout.slices, device, load_format) as read,
         ):
             fill_module(module, whole, layout, device, read)
     add_all_reduces(module, layout, communicator)

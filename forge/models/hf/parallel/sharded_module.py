@@ -15,7 +15,7 @@ Always true: two all-reduces a layer, and none elsewhere. The module's own code 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from forge.models.hf.parallel.module_layout import ModuleLayout
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads")
 KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
+HEAD_NAME = "lm_head.weight"
 
 
 class WholeShapes(NamedTuple):
@@ -39,13 +40,17 @@ class WholeShapes(NamedTuple):
     is_tied: bool
 
 
-def shrink_module(module: Any, layout: ModuleLayout, rank: int) -> WholeShapes:
+def shrink_module(
+    module: Any, layout: ModuleLayout, ties: Container[str], rank: int
+) -> WholeShapes:
     """Replace each divided parameter of a meta module by an empty one of the rank's shape.
 
+    ties   names of the parameters that are another one: the head, or none
     Return the shapes that the module had.
     """
-    is_tied = module.lm_head.weight is module.get_input_embeddings().weight
-    whole = {name: tuple(each.shape) for name, each in module.named_parameters()}
+    is_tied = HEAD_NAME in ties
+    parameters = module.named_parameters(remove_duplicate=False)
+    whole = {name: tuple(each.shape) for name, each in parameters if name not in ties}
     for name, part in layout.slices.items():
         owner_name, _, field = name.rpartition(".")
         owner = module.get_submodule(owner_name)
