@@ -659,7 +659,10 @@ class Scheduler:
         self.cached_tokens = self.cached_tokens.plus(cached)
         self.num_uncached_tokens -= cached.total
         if sequence.runs_first(self.requests[sequence.request.id]):
-            sequence.cached_tokens = cached
+            sequence.num_counted_blocks = cached.total // self.config.block_size
+            # With prompt logprobs the first choice computes all of the prompt, before or after.
+            if sequence.request.params.prompt_logprobs is None:
+                sequence.cached_tokens = cached
         if sequence.session is not None and sequence.session.num_turns > 1:
             self.resumed_tokens = self.resumed_tokens.plus(cached)
 

@@ -129,8 +129,8 @@ class Sequence:
     num_recomputed        positions below that computed since: what its preemptions cost
     cached_tokens         tokens of the prompt that no choice of the request computed, and those
                           that this one has `written`. Nothing in a choice that did not run first
-    num_counted_blocks    first blocks of the prompt that `written` no longer counts; all of them in
-                          a choice that did not run first
+    num_counted_blocks    first blocks of the prompt that `written` no longer counts: those that it
+                          found, and all of them in a choice that did not run first
     """
 
     id: int
@@ -289,13 +289,11 @@ class Sequence:
 
         Each block counts once, also where the sequence loses it and computes it again.
         """
-        cached, end_block = self.cached_tokens, first_block + len(are_new)
-        num_counted = max(self.num_counted_blocks, cached.total // block_size)
-        num_new = sum(are_new[max(0, num_counted - first_block) :])
+        num_new = sum(are_new[max(0, self.num_counted_blocks - first_block) :])
         if num_new:
-            written = cached.written + num_new * block_size
-            self.cached_tokens = cached._replace(written=written)
-        self.num_counted_blocks = max(num_counted, end_block)
+            written = self.cached_tokens.written + num_new * block_size
+            self.cached_tokens = self.cached_tokens._replace(written=written)
+        self.num_counted_blocks = max(self.num_counted_blocks, first_block + len(are_new))
 
     def create_delta(self, start: int, result: RowOutput, appended: AppendResult) -> Delta:
         """Return what the choice gained from a result whose tokens were appended.

@@ -1024,6 +1024,18 @@ def test_a_block_of_a_prompt_counts_once_where_it_is_found_lost_and_computed_aga
     assert [each.cached_tokens for each in deltas] == [CachedTokens(device=4, written=12)]
 
 
+def test_a_block_that_is_found_and_lost_before_the_first_commit_is_not_written() -> None:
+    s = scheduler(block_size=4, max_num_seqs=2)
+    s.add(request(0, prompt=range(4), max_tokens=1))
+    step(s)
+    s.add(request(1, prompt=range(17), max_tokens=1))
+    assert row_spans(next_plan(s)) == [(1, 4, 17)]
+    s.void("a step failed")
+    s.reset_prefix_cache()
+    deltas = step(s)[1]
+    assert [each.cached_tokens for each in deltas] == [CachedTokens(device=4, written=12)]
+
+
 def test_a_block_of_a_prompt_counts_once_for_all_choices() -> None:
     """The second choice starts after the first has ended, and computes the lost blocks again."""
     s = scheduler(block_size=4, max_num_seqs=1)

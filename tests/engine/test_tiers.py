@@ -117,6 +117,30 @@ def test_choices_of_a_request_count_its_cached_tokens_once() -> None:
             assert output.cached_tokens == CachedTokens(device=12)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "counts"),
+    [(PROMPT, CachedTokens()), (PROMPT + ", and more of it", CachedTokens(written=16))],
+)
+@pytest.mark.parametrize(
+    "tier", [{"num_blocks": 64, "block_size": 4}, HOST], ids=["device", "host memory"]
+)
+def test_what_a_choice_finds_is_not_cached_where_another_computes_the_whole_prompt(
+    prompt: str, counts: CachedTokens, tier: dict[str, Any]
+) -> None:
+    """The second choice has no prompt logprobs, and the policy admits it first."""
+    with LLM("hash", policy="newest", **{**tier, "max_num_seqs": 1}) as llm:
+        llm.generate([PROMPT, PROMPT, *FILLERS], GREEDY)
+        params = SamplingParams(n=2, prompt_logprobs=1, max_tokens=4)
+        first, second = [], []
+        for delta in llm.stream(prompt, params):
+            (second if delta.choice else first).append(delta)
+            assert second, "the policy admits it first"
+        total = CachedTokens()
+        for delta in (*first, *second):
+            total = total.plus(delta.cached_tokens)
+    assert total == counts
+
+
 def test_a_request_that_is_preempted_counts_its_cached_tokens_once() -> None:
     """When it goes on it finds its own blocks too."""
     with LLM("hash", num_blocks=64, block_size=4) as llm:
