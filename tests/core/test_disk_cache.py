@@ -295,6 +295,31 @@ def test_a_block_that_is_being_stored_ends_the_run_that_is_fetched() -> None:
     assert [file.key for file in scheduler.disk_cache.plan_moves(0)[1]] == hashes[:1]
 
 
+def test_a_sequence_does_not_wait_for_a_fetch_without_a_free_host_block() -> None:
+    scheduler = Run(replace(TIER, num_blocks=2)).scheduler
+    hashes = [bytes([number]) * 64 for number in range(3)]
+    scheduler.disk_cache.add_keys(hashes)
+    host_blocks = [scheduler.host_cache.reserve(bytes([number]) * 64) for number in (8, 9)]
+    assert host_blocks == [0, 1]
+    assert not scheduler.disk_cache.request_fetches(7, 0, hashes, is_idle=True)
+    assert not scheduler.disk_cache.needs_plan
+    scheduler.host_cache.end_reservation(0, bytes([8]) * 64, is_good=False)
+    assert scheduler.disk_cache.request_fetches(7, 0, hashes, is_idle=True)
+    assert [file.key for file in scheduler.disk_cache.plan_moves(0)[1]] == hashes[:1]
+
+
+def test_a_spill_that_was_dropped_is_planned_again() -> None:
+    scheduler = Run(TIER).scheduler
+    key = bytes(64)
+    host_block = scheduler.host_cache.reserve(key)
+    assert host_block is not None
+    scheduler.host_cache.end_reservation(host_block, key, is_good=True)
+    for step in range(2):
+        spills, _ = scheduler.disk_cache.plan_moves(step)
+        assert spills == (HostFile(host_block, key),)
+        scheduler.disk_cache.drop()
+
+
 def test_the_keys_that_are_remembered_are_bounded() -> None:
     run = Run(replace(TIER, disk=replace(DISK, max_files=2)), files=Files())
     run.scheduler.disk_cache.add_keys([b"1", b"2", b"1", b"3"])

@@ -409,6 +409,41 @@ def test_touches_of_long_ago_are_forgotten() -> None:
     assert pool.num_dirty_cached_blocks == 1
 
 
+def test_a_host_block_that_stays_empty_makes_a_block_dirty_from_its_second_touch_on() -> None:
+    """A store was void, or a file could not be read, while the device had computed the block."""
+    pool = BlockPool(8, 4)
+    host = HostCache(replace(ALWAYS, min_touches=2), pool)
+    (block,) = pool.allocate(1) or ()
+    pool.publish(block, b"1")
+    pool.free([block])
+    for num_dirty in (0, 1):
+        host_block = host.reserve(b"1")
+        assert host_block is not None
+        host.touch([b"1"])  # while it is reserved the device's block is not dirty
+        assert pool.num_dirty_cached_blocks == 0
+        host.end_reservation(host_block, b"1", is_good=False)
+        assert pool.num_dirty_cached_blocks == num_dirty
+
+
+def test_what_a_sequence_has_not_loaded_gives_way_from_its_end() -> None:
+    """The first block of a prefix is the last one to go: without it no other can be found."""
+    pool = BlockPool(8, 4)
+    host = host_cache_with(pool, replace(ALWAYS, num_blocks=3), (b"1", b"2", b"3"))
+    host.begin_load(7, host.lookup([b"1", b"2", b"3"]))
+    host.cancel_load(7)
+    for step, left in enumerate(([b"1", b"2"], [b"1"], [])):
+        assert host.reserve(b"other %d" % step) is not None
+        assert [each for each in (b"1", b"2", b"3") if host.lookup([each])] == left
+
+
+def test_the_blocks_of_a_host_pool_are_reserved_in_order_those_of_a_larger_one_last() -> None:
+    host = HostCache(replace(ALWAYS, num_blocks=3), BlockPool(8, 4))
+    first = host.reserve(b"0")
+    host.resize(6)
+    later = [host.reserve(b"%d" % number) for number in range(1, 7)]
+    assert (first, later) == (0, [1, 2, 3, 4, 5, None])
+
+
 def test_a_dirty_block_that_is_evicted_is_lost() -> None:
     run = Run(replace(ALWAYS, min_clean_percent=0))
     run.leave_in_host(A)

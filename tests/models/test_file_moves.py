@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from forge.models.file_moves import FileMoves
+from forge.models.file_moves import MAX_DROPPED_MOVES, FileMoves
 from forge.seam import FileAnswer, HostFile, Row, StepPlan
 
 KEY = b"k" * 64
@@ -234,3 +234,19 @@ def test_what_a_store_raises_is_a_move_that_failed() -> None:
     world.contents = None  # type: ignore[assignment]  # reading raises
     world.executor.run()
     assert world.moves.end(plan) == (FileAnswer(0, 1, is_good=False),)
+
+
+def test_dropped_moves_that_go_on_are_bounded_and_those_that_have_ended_do_not_count() -> None:
+    """A disk that hangs must not fill memory: each move that goes on has a content."""
+    world, epoch = World(), 0
+    while epoch < MAX_DROPPED_MOVES:
+        plan = world.begin(epoch, spills=(HostFile(1, KEY),), file_epoch=epoch)
+        assert world.moves.end(plan) == (), "it goes on"
+        epoch += 1
+    failed = world.begin(epoch, spills=(HostFile(1, KEY),), file_epoch=epoch)
+    assert world.moves.end(failed) == (FileAnswer(epoch, 1, is_good=False),)
+    world.executor.run()
+    assert world.log.count("file written") == 0, "all of them were dropped"
+    again = world.begin(epoch + 1, spills=(HostFile(1, KEY),), file_epoch=epoch + 1)
+    world.executor.run()
+    assert world.moves.end(again) == (FileAnswer(epoch + 1, 1, is_good=True),)
