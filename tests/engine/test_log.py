@@ -159,7 +159,8 @@ def test_a_server_starts_serves_and_ends_where_nothing_can_be_written(
     ):
         os.close(reader)
         ways = {"full": full, "broken": broken, "device": device.fileno(), "closed": None}
-        with run_with_outputs(ways[stdout], ways[stderr]) as (process, client):
+        words = ("--record", "/dev/full")
+        with run_with_outputs(ways[stdout], ways[stderr], *words) as (process, client):
             body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
             assert client.post("/generate", json=body).json()["completion_tokens"] == 3
             process.send_signal(signal.SIGTERM)
