@@ -31,14 +31,17 @@ class FailureLog:
         self._lock = Lock()
         self._is_failing = False
 
-    def fail(self, why: BaseException | str) -> None:
-        """Count a failure."""
+    def fail(self, why: Exception | str) -> None:
+        """Count a failure. The log has the traceback of what is no error of a disk or a peer."""
         with self._lock:
             self.num_failures += 1
             is_first, self._is_failing = not self._is_failing, True
         if is_first:
             text = why if isinstance(why, str) else one_line(why)
-            self._logger.warning("%s: %s. %s", self._subject, text, self._remedy)
+            traceback = None if isinstance(why, str | OSError) else why
+            self._logger.warning(
+                "%s: %s. %s", self._subject, text, self._remedy, exc_info=traceback
+            )
 
     def succeed(self) -> None:
         """Let the next failure be logged: it is another one."""

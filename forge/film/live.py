@@ -15,8 +15,10 @@ recorder only while a page reads, so a server without one spends nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
+from forge.failure_log import FailureLog
 from forge.film.difference import add_rows, add_tables, find_ended, find_freed
 from forge.film.state import FilmState, Line
 from forge.pause import PauseMode
@@ -24,6 +26,8 @@ from forge.request import Delta, FinishReason, Request
 from forge.scheduler import Scheduler
 from forge.seam import StepOutput, StepPlan
 from forge.sessions import SessionKey
+
+LOG = logging.getLogger("forge.film")
 
 SHARE = 0.0025
 """Most of the engine's time that lines take, while one takes at most SHARE * MAX_PAUSE_NS."""
@@ -45,6 +49,7 @@ class LiveFilm:
         self._clock = clock
         self._share = share
         self._begin_ns = self._due_ns = clock()
+        self._failures = FailureLog(LOG, "the film has failed", "It begins again: report this")
         self._state: FilmState | None = None  # None: no page has a keyframe yet
         self._lines: list[Line] = []
         self._lacks_keyframe = False
@@ -166,8 +171,25 @@ class LiveFilm:
         return (self._clock() - self._begin_ns) // 1000
 
     def _write_line(self, plan: StepPlan | None) -> None:
-        """Write what has changed since the line before, and set when the next one is due."""
+        """Write what has changed since the line before, and set when the next one is due.
+
+        An error of the film ends no step: the next line has the whole state, after a long pause.
+        """
         start_ns = self._clock()
+        try:
+            self._add_line(plan)
+        except Exception as error:
+            self._failures.fail(error)
+            self._state, self._lacks_keyframe = None, True
+            self._due_ns = self._clock() + MAX_PAUSE_NS
+        else:
+            end_ns = self._clock()
+            pause_ns = int((end_ns - start_ns) * (1 / self._share - 1))
+            self._due_ns = end_ns + min(pause_ns, MAX_PAUSE_NS)
+            self._failures.succeed()
+        self._clear_events()
+
+    def _add_line(self, plan: StepPlan | None) -> None:
         state, is_first = self._state, self._state is None
         if state is None:  # a keyframe follows: it has what the first line would have
             state = self._state = initial_state(self._scheduler)
@@ -183,10 +205,6 @@ class LiveFilm:
             self._lacks_keyframe = False
             facts = {"at": line["at"], "totals": self._totals()}
             self._lines.append({**state.keyframe(), **facts})
-        self._clear_events()
-        end_ns = self._clock()
-        pause_ns = int((end_ns - start_ns) * (1 / self._share - 1))
-        self._due_ns = end_ns + min(pause_ns, MAX_PAUSE_NS)
 
     def _totals(self) -> list[int]:
         """Return preemptions, evictions, copies, drafts, kept drafts and output tokens."""

@@ -11,11 +11,13 @@ from itertools import count
 
 import pytest
 
+from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.film.difference import add_rows
-from forge.film.live import LiveFilm
+from forge.film.live import MAX_PAUSE_NS, LiveFilm
 from forge.film.state import FilmState, Line
 from forge.models.hash import HashModel
+from forge.request import Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import Row, StepPlan
 from tests.core.worlds import (
@@ -143,3 +145,29 @@ def test_a_row_of_one_token_after_a_preemption_names_its_slot() -> None:
         line: Line = dict(freed)
         add_rows(line, state, plan)
         assert line.get("rows") == rows
+
+
+def test_a_film_that_fails_ends_no_step_and_begins_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Its state is damaged twice, as by an error of the film: a later line has the whole state."""
+    config = EngineConfig(num_blocks=16, block_size=2, max_num_seqs=2)
+    engine = Engine(HashModel(vocab_size=9, num_blocks=16, block_size=2), config)
+    film = LiveFilm(engine.scheduler, count(0, MAX_PAUSE_NS).__next__, share=1.0)
+    engine.recorder = film
+    film.add_keyframe()
+    engine.submit(Request(0, (1, 2, 3), SamplingParams(max_tokens=9, ignore_eos=True)))
+    for num_failures in (1, 2):
+        engine.step()
+        assert film._state is not None
+        film._state.epochs.clear()
+        film.take_lines()
+        for _ in range(3):
+            engine.step()
+        lines = json.loads(json.dumps(film.take_lines()))
+        fold = FilmState({"blocks": 0, "next": None})
+        for line in lines[[("key" in line) for line in lines].index(True) :]:
+            fold.apply(line)
+        film.finish_steps()
+        for line in film.take_lines():
+            fold.apply(line)
+        assert_fold_is_the_engine(fold, engine.scheduler)
+        assert len(caplog.records) == num_failures and "the film" in caplog.text

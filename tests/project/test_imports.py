@@ -107,7 +107,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "commit_gate": {"sequence"},
     "step_bound": {"config"},
     "wait_reasons": set(),
-    "film.*": {"blocks", "film.*", "pause", "request", "scheduler", "seam", "sessions", "version"},
+    "film.*": {
+        *("blocks", "failure_log", "film.*", "pause", "request", "scheduler", "seam", "sessions"),
+        "version",
+    },
     "uniform_steps": {"blocks", "plan_rows", "prefix_cache", "request", "seam", "sequence"},
     "plan_rows": {"blocks", "drafting", "seam", "sequence"},
     "tokenizer": {"errors"},
