@@ -30,11 +30,17 @@ from forge.schema_keywords import iterate_schemas, iterate_subschemas
 MAX_NESTING = 128
 """Most lists and objects within each other: serde_json reads 128, and Python fewer than 1,000."""
 
-MAX_STEPS = 200_000
-"""Most comparisons with a keyword. 30,000 tokens are about 10,000 values."""
+MIN_STEPS, STEPS_PER_VALUE, MAX_STEPS = 10_000, 256, 500_000
+"""Comparisons of a value with a keyword: those that any output may take, more for each value in it,
+and most for one output, besides one for each character of its strings. 1,000 take about 2 ms: a
+text takes less than its masks did."""
 
-CHARS_PER_STEP = 16
-"""Characters that a regex reads in about the time of a comparison."""
+PATTERN_STEPS, MATCH_STEPS, CHARS_PER_STEP = 300, 5, 4
+"""Comparisons that a regex counts as: when it is first used, for each text, and for its length."""
+
+_PATTERN_LIMITS = llguidance.LLParserLimits(
+    step_lexer_fuel=20_000, max_lexer_states=2_000, verbose_errors=False
+)
 
 _OLD_DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09")
 """Drafts without `prefixItems`."""
@@ -65,7 +71,8 @@ def parse_json(text: str) -> Any:
         raise SchemaViolation(f"it is not JSON: {error}") from None
     except RecursionError:
         raise SchemaViolation(f"it nests more than {MAX_NESTING} deep") from None
-    _check_nesting(value)
+    if _measure(value)[2] > MAX_NESTING:
+        raise SchemaViolation(f"it nests more than {MAX_NESTING} deep")
     if "\\ud" in text.lower():
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -98,34 +105,35 @@ def _refuse_constant(name: str) -> None:
     raise SchemaViolation(f"it has {name}, which is not JSON")
 
 
-def _check_nesting(value: Any) -> None:
-    """Raise SchemaViolation for a value that is too deep. Not recursive."""
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
-        if depth > MAX_NESTING:
-            raise SchemaViolation(f"it nests more than {MAX_NESTING} deep")
-        lists = (item if isinstance(item, list) else item.values() for item in level)
+def _measure(value: Any) -> tuple[int, int, int]:
+    """Return how many values and characters of strings there are, and how deep lists nest."""
+    num_values, num_chars, depth, level = 0, 0, 0, [value]
+    while level:
+        num_values += len(level)
+        num_chars += sum(len(item) for item in level if isinstance(item, str))
+        inner = [item for item in level if isinstance(item, dict | list)]
+        depth += bool(inner)
+        lists = (item if isinstance(item, list) else item.values() for item in inner)
         level = list(chain.from_iterable(lists))
+    return num_values, num_chars, depth
 
 
 class _Comparison:
-    """Comparison of one value with a schema: each part of it once with each part of the schema.
+    """Comparison of a value with a schema: each part of it once with each part of the schema.
 
     compare and the rules return where the value differs, such as "/a/0: maximum", or None.
     """
 
-    def __init__(self, rules: Mapping[int, list[_Rule]]) -> None:
+    def __init__(self, rules: Mapping[int, list[_Rule]], max_steps: int) -> None:
         self._rules = rules
-        self._num_left = MAX_STEPS
+        self._num_left = self._max_steps = max_steps
         self._results: dict[tuple[int, int], str | None] = {}
-        self._frozen: dict[int, Any] = {}
 
     def spend(self, num_steps: int) -> None:
         """Raise ValueError where fewer steps are left."""
         self._num_left -= num_steps
         if self._num_left < 0:
-            raise ValueError(f"comparing it with its schema takes more than {MAX_STEPS} steps")
+            raise ValueError(f"comparing it with its schema takes {self._max_steps} steps or more")
 
     def compare(self, value: Any, schema: Any) -> str | None:
         if not isinstance(schema, dict):
@@ -142,14 +150,6 @@ class _Comparison:
                 break
         self._results[key] = problem
         return problem
-
-    def freeze(self, value: Any) -> Any:
-        """Return the frozen value, which is computed once."""
-        if not isinstance(value, dict | list):
-            return _freeze(value)
-        if id(value) not in self._frozen:
-            self._frozen[id(value)] = _freeze(value)
-        return self._frozen[id(value)]
 
 
 _Rule = Callable[[Any, _Comparison], str | None]
@@ -187,8 +187,10 @@ class SchemaCheck:
 
         Raises ValueError where that takes too many steps.
         """
+        num_values, num_chars, _ = _measure(value)
+        max_steps = min(MIN_STEPS + STEPS_PER_VALUE * num_values, MAX_STEPS) + num_chars
         try:
-            problem = _Comparison(self._rules).compare(value, self._schema)
+            problem = _Comparison(self._rules, max_steps).compare(value, self._schema)
         except RecursionError:
             raise ValueError("comparing it with its schema nests too deep") from None
         if problem is None:
@@ -207,11 +209,10 @@ def _create_rules(schema: dict[str, Any], has_prefix_items: bool) -> Iterator[_R
             yield from _simple_rules(keyword, schema, kind, fits)
     for keyword, literals in (("const", [schema.get("const")]), ("enum", schema.get("enum"))):
         if keyword in schema and isinstance(literals, list):
-            yield _literal_rule(keyword, frozenset(map(_freeze, literals)))
+            yield _literal_rule(keyword, literals)
     for keyword in ("pattern", "format"):
-        matcher = _create_matcher(keyword, schema.get(keyword))
-        if matcher is not None:
-            yield _text_rule(keyword, matcher)
+        if isinstance(schema.get(keyword), str):
+            yield _text_rule(keyword, schema[keyword])
     for keyword, create in _COMBINATIONS.items():
         if isinstance(schema.get(keyword), list):
             yield create(schema[keyword])
@@ -272,6 +273,8 @@ def _simple_rules(
     keyword: str, schema: dict[str, Any], kind: type, fits: Callable[[Any, Any], bool]
 ) -> Iterator[_Rule]:
     argument = schema[keyword]
+    if isinstance(argument, list):
+        argument = tuple(dict.fromkeys(argument))
     if kind is float and isinstance(argument, bool):  # draft 4: whether the bound is excluded
         if not argument:
             return
@@ -286,22 +289,40 @@ def _simple_rules(
     yield find
 
 
-def _literal_rule(keyword: str, literals: frozenset[Any]) -> _Rule:
+def _literal_rule(keyword: str, literals: list[Any]) -> _Rule:
+    scalars = {_key(each) for each in literals if not isinstance(each, dict | list)}
+    others = [each for each in literals if isinstance(each, dict | list)]
+    num_steps = _measure(others)[0]
+
     def find(value: Any, comparison: _Comparison) -> str | None:
-        return None if comparison.freeze(value) in literals else f": {keyword}"
+        if not isinstance(value, dict | list):
+            return None if _key(value) in scalars else f": {keyword}"
+        comparison.spend(num_steps)
+        return None if any(_equals(value, each) for each in others) else f": {keyword}"
 
     return find
 
 
-def _freeze(value: Any) -> Any:
-    """Return a value that is equal for equal JSON values: 1 and 1.0, but not 1 and true."""
-    if isinstance(value, bool):
-        return bool, value
-    if isinstance(value, list):
-        return list, tuple(map(_freeze, value))
-    if isinstance(value, dict):
-        return dict, frozenset((name, _freeze(item)) for name, item in value.items())
-    return value
+def _key(scalar: Any) -> Any:
+    """Return a value that is equal for equal scalars of JSON: 1 and 1.0, but not 1 and true."""
+    return (bool, scalar) if isinstance(scalar, bool) else scalar
+
+
+def _equals(value: Any, literal: Any) -> bool:
+    """Return whether two JSON values are equal. O(the literal)."""
+    if isinstance(literal, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == literal.keys()
+            and all(_equals(value[name], item) for name, item in literal.items())
+        )
+    if isinstance(literal, list):
+        return (
+            isinstance(value, list)
+            and len(value) == len(literal)
+            and all(map(_equals, value, literal))
+        )
+    return not isinstance(value, dict | list) and bool(_key(value) == _key(literal))
 
 
 @cache
@@ -310,32 +331,36 @@ def _byte_tokens() -> llguidance.LLTokenizer:
     return llguidance.LLTokenizer("byte")
 
 
-def _create_matcher(keyword: str, argument: Any) -> llguidance.LLMatcher | None:
-    """Return the matcher of a JSON string; None where every string matches."""
-    if not isinstance(argument, str):
-        return None
-    schema = prepare_schema({"type": "string", keyword: argument})
-    if not schema.keys() & {"pattern", "format"}:
-        return None
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-    matcher = llguidance.LLMatcher(_byte_tokens(), grammar, log_level=0)
-    return None if matcher.is_error() else matcher
+class _Pattern:
+    """A pattern or a format, which is compiled when it is first used."""
+
+    def __init__(self, keyword: str, argument: str) -> None:
+        self._schema = prepare_schema({"type": "string", keyword: argument})
+        self._matcher: llguidance.LLMatcher | None = None
+
+    def matches(self, text: str, comparison: _Comparison) -> bool:
+        """Return whether the text matches.
+
+        True where that cannot be decided within _PATTERN_LIMITS: the masks have held it.
+        """
+        comparison.spend(MATCH_STEPS + len(text) // CHARS_PER_STEP)
+        if self._matcher is None:
+            comparison.spend(PATTERN_STEPS)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(self._schema)
+            self._matcher = llguidance.LLMatcher(
+                _byte_tokens(), grammar, log_level=0, limits=_PATTERN_LIMITS
+            )
+        data = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").encode()
+        matcher = self._matcher.deep_copy()
+        num_read = matcher.try_consume_tokens(list(data))
+        return matcher.is_error() or (num_read == len(data) and matcher.is_accepting())
 
 
-def _matches(matcher: llguidance.LLMatcher, text: str, comparison: _Comparison) -> bool:
-    """Return whether the text matches. Raises ValueError where that costs too much."""
-    comparison.spend(len(text) // CHARS_PER_STEP)
-    data = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").encode()
-    copy = matcher.deep_copy()
-    num_read = copy.try_consume_tokens(list(data))
-    if copy.is_error():
-        raise ValueError("a pattern of the schema is too complex")
-    return num_read == len(data) and copy.is_accepting()
+def _text_rule(keyword: str, argument: str) -> _Rule:
+    pattern = _Pattern(keyword, argument)
 
-
-def _text_rule(keyword: str, matcher: llguidance.LLMatcher) -> _Rule:
     def find(value: Any, comparison: _Comparison) -> str | None:
-        fits = not isinstance(value, str) or _matches(matcher, value, comparison)
+        fits = not isinstance(value, str) or pattern.matches(value, comparison)
         return None if fits else f": {keyword}"
 
     return find
@@ -384,7 +409,7 @@ def _reference_rule(target: Any) -> _Rule:
 def _object_rule(schema: dict[str, Any]) -> _Rule:
     properties, further = schema.get("properties") or {}, schema.get("additionalProperties", True)
     patterns = [
-        (_create_matcher("pattern", pattern), each)
+        (_Pattern("pattern", pattern), each)
         for pattern, each in (schema.get("patternProperties") or {}).items()
     ]
 
@@ -393,11 +418,7 @@ def _object_rule(schema: dict[str, Any]) -> _Rule:
             return None
         for name, item in value.items():
             schemas = [properties[name]] if name in properties else []
-            schemas += (
-                each
-                for matcher, each in patterns
-                if matcher is None or _matches(matcher, name, comparison)
-            )
+            schemas += (each for pattern, each in patterns if pattern.matches(name, comparison))
             for each in schemas or (further,):
                 problem = comparison.compare(item, each)
                 if problem is not None:

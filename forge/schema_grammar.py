@@ -64,8 +64,9 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
         "key_separator": ": ",
         "coerce_one_of": True,
     }
+    schemas = list(iterate_schemas(schema))
     # An escape of a plain character would make another spelling of a declared name.
-    if any(map(_is_open, iterate_schemas(schema))) and not _has_control_character(schema):
+    if any(map(_is_open, schemas)) and not any(map(_needs_escape, schemas)):
         options["json_allowed_escapes"] = _ESCAPES
     return {**prepared, "x-guidance": options}
 
@@ -90,6 +91,7 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
     return bool(names) and schema.get("additionalProperties") is not False
 
 
-def _has_control_character(schema: Mapping[str, Any]) -> bool:
-    """Return whether a text of the schema needs `\\u`."""
-    return bool(_CONTROL_CHARACTER.search(json.dumps(schema)))
+def _needs_escape(schema: Mapping[str, Any]) -> bool:
+    """Return whether a value that the schema lists, or a pattern, has a control character."""
+    texts = [schema.get(keyword) for keyword in ("const", "enum", "pattern")]
+    return _CONTROL_CHARACTER.search(json.dumps(texts)) is not None

@@ -16,14 +16,18 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import cache
 from random import Random
 from typing import Any, NamedTuple
 
+from forge.errors import InvalidRequest
+from forge.request import Reasoning, Structure
 from forge.schema_check import SchemaViolation
 from forge.sequence import GrammarMatcher
+from forge.structured_output import LLGuidanceBackend
 from forge.tokenizer import ByteTokenizer
 
 NAMES = (
@@ -266,11 +270,29 @@ MAX_TOKENS = 300
 
 
 class Ending(NamedTuple):
-    """How an output ended: "stop", "length", "violation" or "error", its text and the reason."""
+    """How an output ended: "stop", "length", "violation" or "error", its text and the reason.
+
+    num_draft_masks   masks of drafts, each of which was that of the committed tokens
+    """
 
     how: str
     text: str
     reason: str = ""
+    num_draft_masks: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Return how it ended, and by what where that is a violation."""
+        if self.how != "violation":
+            return self.how
+        for sign, name in (
+            (" twice ", "repeated name"),
+            ("double", "number"),
+            ("'oneOf'", "oneOf"),
+        ):
+            if sign in self.reason:
+                return f"violation: {name}"
+        return "violation: other"
 
 
 def follow_text(rng: Random, matcher: GrammarMatcher, text: str) -> Ending:
@@ -281,13 +303,15 @@ def follow_text(rng: Random, matcher: GrammarMatcher, text: str) -> Ending:
     wish, tokens = text.encode(), list[int]()
     draft_masks: list[bytes] = []
     drafts: list[int] = []
+    num_masks = 0
     while len(tokens) < MAX_TOKENS:
         if draft_masks:
+            num_masks += 1
             assert draft_masks.pop(0) == matcher.mask, "the mask of a draft differs"
-        if not drafts and not draft_masks and rng.random() < 0.1:
+        if not draft_masks and rng.random() < 0.1:
             drafts = _draw_drafts(rng, wish)
             draft_masks = matcher.draft_masks(drafts)
-        token = drafts.pop(0) if draft_masks and drafts else _choose(rng, matcher.mask, wish)
+        token = drafts.pop(0) if draft_masks else _choose(rng, matcher.mask, wish)
         if not _allows(matcher.mask, token):
             wish = wish[1:]
             continue
@@ -296,15 +320,15 @@ def follow_text(rng: Random, matcher: GrammarMatcher, text: str) -> Ending:
         try:
             if token == 0:
                 matcher.check_end()
-                return Ending("stop", _join(tokens))
+                return Ending("stop", _join(tokens), "", num_masks)
             tokens.append(token)
             if matcher.feed(token):
-                return Ending("stop", _join(tokens))
+                return Ending("stop", _join(tokens), "", num_masks)
         except SchemaViolation as violation:
-            return Ending("violation", _join(tokens), str(violation))
+            return Ending("violation", _join(tokens), str(violation), num_masks)
         except ValueError as error:
-            return Ending("error", _join(tokens), str(error))
-    return Ending("length", _join(tokens))
+            return Ending("error", _join(tokens), str(error), num_masks)
+    return Ending("length", _join(tokens), "", num_masks)
 
 
 def _draw_drafts(rng: Random, wish: bytes) -> list[int]:
@@ -382,7 +406,9 @@ def _format_checker() -> Any:
     @checker.checks("date-time", ValueError)
     def is_date_time(value: object) -> bool:
         if isinstance(value, str):
-            datetime.datetime.fromisoformat(re.sub(r"\.[0-9]+", "", value.upper()))
+            shape = r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d+)?(Z|[+-]\d\d:\d\d)"
+            match = re.fullmatch(shape, value.upper(), re.ASCII)
+            datetime.datetime.fromisoformat("".join(match.groups()) if match else "none")
         return True
 
     @checker.checks("time", ValueError)
@@ -401,3 +427,43 @@ def find_problem(text: str, schema: Any) -> str | None:
     validator = _validator_class()(schema, format_checker=_format_checker())
     error = next(validator.iter_errors(value), None)
     return None if error is None else f"{error.validator}: {error.message}"[:200]
+
+
+# A world.
+
+TEXTS_PER_SCHEMA = 2
+REASONING = Reasoning("", ">")
+
+
+@cache
+def _backend() -> LLGuidanceBackend:
+    return LLGuidanceBackend(TOKENIZER, TOKENIZER.vocab_size, (0,))
+
+
+def run_world(seed: int) -> Counter[str]:
+    """Draw a schema, follow texts, and return how they ended. Raises AssertionError.
+
+    An output that ends by itself must have its schema for jsonschema too. One that violates its
+    schema must not.
+    """
+    rng, reached = Random(f"schema {seed}"), Counter[str]()
+    schema = draw_root(rng)
+    structure = Structure.json_schema(schema)
+    if rng.random() < 0.15:
+        structure = structure._replace(reasoning=REASONING)
+    for _ in range(TEXTS_PER_SCHEMA):
+        try:
+            matcher = _backend().create_matcher(structure, allow_end=True)
+        except InvalidRequest:
+            return Counter(refused=1)
+        text = draw_text(rng, schema)
+        ending = follow_text(rng, matcher, text if structure.reasoning is None else f"ab>{text}")
+        reached[ending.kind] += 1
+        reached["masks of drafts"] += ending.num_draft_masks
+        if ending.how in ("stop", "violation"):
+            answer = ending.text
+            if structure.reasoning is not None:
+                answer = answer.partition(REASONING.end)[2]
+            problem = find_problem(answer, schema)
+            assert (problem is None) == (ending.how == "stop"), (ending, problem, schema)
+    return reached

@@ -27,7 +27,14 @@ from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_delta
 from forge.policy import FCFS, POLICIES, Candidate, PolicyContext, least_progress
 from forge.policy_loader import load_policy
 from forge.recorder import Recorder
-from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.request import (
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Structure,
+    TokenLogprob,
+)
 from forge.seam import StepOutput, StepPlan
 from forge.tokenizer import ByteTokenizer
 
@@ -800,3 +807,20 @@ def test_llm_computes_more_tokens_in_a_step_on_a_gpu_than_a_server(
     completed = add_offline_defaults(model, options)
     assert completed.get("max_num_batched_tokens") == expected
     assert {**completed, **options} == completed
+
+
+def test_an_output_that_violates_its_schema_is_an_error_of_its_choice() -> None:
+    """The only text that the masks allow has a name twice."""
+    schema = {
+        "type": "object",
+        "patternProperties": {"^k$": {"const": 1}},
+        "additionalProperties": False,
+        "minProperties": 2,
+        "maxProperties": 2,
+    }
+    params = SamplingParams(max_tokens=50, n=2, structure=Structure.json_schema(schema))
+    with LLM("hash") as llm:
+        outputs = llm.generate(["a", "b"], params)
+    choices = [choice for output in outputs for choice in output.choices]
+    assert [choice.finish_reason for choice in choices] == ["error"] * 4
+    assert all("the name 'k' comes twice" in str(choice.error) for choice in choices)
