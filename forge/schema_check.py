@@ -25,7 +25,7 @@ from urllib.parse import unquote, urljoin
 import llguidance
 
 from forge.schema_grammar import prepare_schema
-from forge.schema_keywords import iterate_schemas, iterate_subschemas
+from forge.schema_keywords import iterate_subschemas
 
 MAX_NESTING = 128
 """Most lists and objects within each other: serde_json reads 128, and Python fewer than 1,000."""
@@ -165,11 +165,9 @@ class SchemaCheck:
         self._schema = schema
         root = schema if isinstance(schema, dict) else {}
         has_prefix_items = not any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
-        self._rules = {
-            id(each): list(_create_rules(each, has_prefix_items))
-            for each in iterate_schemas(schema)
-        }
-        for each, target in _resolve_references(schema):
+        schemas, references = _find_references(schema)
+        self._rules = {id(each): list(_create_rules(each, has_prefix_items)) for each in schemas}
+        for each, target in references:
             self._rules[id(each)].append(_reference_rule(target))
 
     def find_violation(self, text: str) -> str | None:
@@ -453,25 +451,35 @@ def _array_rule(schema: dict[str, Any], has_prefix_items: bool) -> _Rule:
 # References.
 
 
-def _resolve_references(root: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield each schema that has a reference, and the schema within the root that it names.
+def _find_references(root: object) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], Any]]]:
+    """Return the schemas in the root, and those that have a reference, each with what it names.
 
-    Nothing for a reference to another document, which llguidance refuses.
+    A reference may name a literal, which then is a schema. One to another document names nothing
+    here, and llguidance refuses it.
     """
     resources: dict[str, Any] = {"": root}
+    schemas: dict[int, dict[str, Any]] = {}
     references: list[tuple[dict[str, Any], str]] = []
-    stack = [(root, "")] if isinstance(root, dict) else []
-    while stack:
-        schema, base = stack.pop()
-        if isinstance(schema.get("$id"), str):
-            base = urljoin(base, schema["$id"]).removesuffix("#")
-            resources[base] = schema
-        if isinstance(schema.get("$anchor"), str):
-            resources[f"{base}#{schema['$anchor']}"] = schema
-        if isinstance(schema.get("$ref"), str):
-            references.append((schema, base))
-        stack += ((each, base) for each in iterate_subschemas(schema))
-    for schema, base in references:
+
+    def visit(start: object, base: str) -> None:
+        stack = [(start, base)]
+        while stack:
+            schema, base = stack.pop()
+            if not isinstance(schema, dict) or id(schema) in schemas:
+                continue
+            schemas[id(schema)] = schema
+            if isinstance(schema.get("$id"), str):
+                base = urljoin(base, schema["$id"]).removesuffix("#")
+                resources[base] = schema
+            if isinstance(schema.get("$anchor"), str):
+                resources[f"{base}#{schema['$anchor']}"] = schema
+            if isinstance(schema.get("$ref"), str):
+                references.append((schema, base))
+            stack += ((each, base) for each in iterate_subschemas(schema))
+
+    visit(root, "")
+    targets = []
+    for schema, base in references:  # which grows
         reference = schema["$ref"]
         uri = base + reference if reference.startswith("#") else urljoin(base, reference)
         document, _, fragment = uri.partition("#")
@@ -480,7 +488,9 @@ def _resolve_references(root: Any) -> Iterator[tuple[dict[str, Any], Any]]:
         else:
             target = resources.get(uri.removesuffix("#"))
         if target is not None:
-            yield schema, target
+            visit(target, document)
+            targets.append((schema, target))
+    return list(schemas.values()), targets
 
 
 def _find_pointer(value: Any, pointer: str) -> Any:

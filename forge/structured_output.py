@@ -502,10 +502,7 @@ def compile_grammar(
     lexers = cycle([matcher, *(create() for _ in range(num_lexers - 1))])
     check = None
     if structure.kind is StructureKind.JSON_SCHEMA:
-        try:
-            check = SchemaCheck(json.loads(structure.text))
-        except RecursionError:
-            raise _invalid_structure_error(structure.kind, "a literal nests too deep") from None
+        check = SchemaCheck(json.loads(structure.text))
     return _CompiledGrammar(lexers, first_mask, level, check)
 
 

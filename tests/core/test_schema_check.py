@@ -103,6 +103,15 @@ def test_other_json_is_read(text: str) -> None:
             ["[null]"],
             ["[1]"],
         ),
+        (
+            {
+                "$ref": "#/default",
+                "default": {"items": {"$ref": "#/enum/0"}},
+                "enum": [{"const": 1}, [1], [2]],
+            },
+            ["[1]"],
+            ["[2]"],
+        ),
         ({"$ref": "#"}, ["1"], []),
         ({"$ref": "http://127.0.0.1:9/x"}, ["1"], []),
     ],
