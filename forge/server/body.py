@@ -15,6 +15,7 @@ import asyncio
 import json
 import math
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -162,6 +163,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     """Return the JSON object in `raw`. Raises APIError or InvalidRequest."""
     _check_num_items(raw)
     reader = _JSONHooks()
+    if raw.startswith(BOM_UTF8):
+        raise _invalid_json_error("it begins with a byte order mark (EF BB BF), which is not JSON")
     try:
         text = raw.decode()
         body = json.loads(

@@ -21,8 +21,9 @@ from collections.abc import Callable
 INVALID_BYTES = b"\x00\n\r\n"
 """Invalid in any line, head or trailer."""
 
-# Patterns of a line or of its beginning. The first character of a folded line is a space.
-_HEADER_LINE = re.compile(rb"(?:[^\r\n \t][^\r\n]*)?(?:\r\n?)?")
+# Patterns of a line or of its beginning. The first character of a folded line is a space, and that
+# of a header without a name is a colon: some parsers take it for the end of the head.
+_HEADER_LINE = re.compile(rb"(?:[^\r\n \t:][^\r\n]*)?(?:\r\n?)?")
 _CHUNK_SIZE_LINE = re.compile(rb"(?:[0-9A-Fa-f]{1,16}(?:;[^\r\n\x00]*)?[ \t]*)?(?:\r\n?)?")
 _OTHER_HTTP_VERSION = re.compile(rb"HTTP/[02-9]\.[0-9]")
 _CHUNK_END = re.compile(rb"(?:\r\n?)?")
@@ -38,17 +39,19 @@ class Framing:
         self.error: str | None = None
         self._num_bytes_left = 0  # bytes of a body or a chunk that are still to come
         self._line = b""
-        self._allow_empty_line = True
+        self._allow_empty_line: bool
         self._begin_head()
 
-    def filter(self, data: bytes) -> bytes:
-        """Return the bytes for the parser: `data`, or its valid beginning and INVALID_BYTES.
+    def filter(self, data: bytes, max_lines: int) -> tuple[bytes, int]:
+        """Return bytes for the parser, and how many of `data` were read for them.
 
-        Removes one empty line before a request (RFC 9112, 2.2).
+        Reads at most `max_lines` lines, with the parts of bodies before and between them. The bytes
+        are those that were read, or their valid beginning and INVALID_BYTES. One empty line before
+        a request is left out (RFC 9112, 2.2).
         """
         output = bytearray()
-        position = 0
-        while position < len(data) and self.error is None:
+        position = num_lines = 0
+        while position < len(data) and num_lines < max_lines and self.error is None:
             if self._num_bytes_left:
                 part = data[position : position + self._num_bytes_left]
                 self._num_bytes_left -= len(part)
@@ -56,19 +59,28 @@ class Framing:
             else:
                 part = data[position : data.find(b"\n", position) + 1 or len(data)]
                 output += self._read_line(part)
+                num_lines += 1
             position += len(part)
-        return bytes(output)
+        return bytes(output), position if self.error is None else len(data)
+
+    def has_body_left(self, num_bytes: int) -> bool:
+        """Return whether more than `num_bytes` of the current request's body may be to come."""
+        return self._is_chunked or self._num_bytes_left > num_bytes
 
     def _read_line(self, part: bytes) -> bytes:
         """Return the bytes for the parser of this part of a line, which may lack its line feed."""
         self._line += part
         if not self._pattern.fullmatch(self._line):
-            self.error = "A line does not end with CR LF, is folded or is not the size of a chunk"
+            self.error = (
+                "A line does not end with CR LF, is folded, has no name or is not the size of a "
+                "chunk"
+            )
+        elif self._allow_empty_line and self._line in (b"\r", b"\r\n"):
+            if part.endswith(b"\n"):
+                self._line, self._allow_empty_line = b"", False
+            return b""
         elif part.endswith(b"\n"):
             line, self._line = self._line[:-2], b""
-            if not line and self._on_line == self._on_request_line and self._allow_empty_line:
-                self._allow_empty_line = False
-                return b""
             self._on_line(line)
         return part if self.error is None else INVALID_BYTES
 
@@ -77,6 +89,8 @@ class Framing:
         self._lengths: list[bytes] = []
         self._codings: list[bytes] = []
         self._version = b""
+        self._is_chunked = False
+        self._allow_empty_line = True
 
     def _expect(self, pattern: re.Pattern[bytes], on_line: Callable[[bytes], None]) -> None:
         """Expect a next line that matches; call `on_line` with it, without its line end."""
@@ -86,18 +100,19 @@ class Framing:
         self._version = line[-8:]
         if _OTHER_HTTP_VERSION.fullmatch(self._version):
             self.error = "The request has another major version of HTTP"
-        self._allow_empty_line = True
+        self._allow_empty_line = False
         self._expect(_HEADER_LINE, self._on_header)
 
     def _on_header(self, line: bytes) -> None:
+        if not line:
+            self._on_head_end()
+            return
         name, _, value = line.partition(b":")
         match name.lower():
             case b"content-length":
                 self._lengths.append(value.strip(b" \t"))
             case b"transfer-encoding":
                 self._codings.append(value)
-            case b"":
-                self._on_head_end()
 
     def _on_head_end(self) -> None:
         """Check the lengths of a complete head, and expect its body."""
@@ -106,6 +121,7 @@ class Framing:
         elif self._codings and self._version == b"HTTP/1.0":
             self.error = "HTTP/1.0 has no transfer-encoding"
         elif self._codings:
+            self._is_chunked = True
             self._expect(_CHUNK_SIZE_LINE, self._on_chunk_size)
         elif self._lengths and not self._lengths[0].isdigit():
             self.error = "content-length is not a number"

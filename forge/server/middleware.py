@@ -266,7 +266,9 @@ def _is_own_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
         return all(site in (b"same-origin", b"none") for site in sites)
     host = next((value.lower() for name, value in headers if name == b"host"), b"")
     origins = [value.lower() for name, value in headers if name == b"origin"]
-    return all(host and origin.partition(b"://")[2] == host for origin in origins)
+    # A proxy that ends TLS changes the scheme of its requests, so both schemes are this server's.
+    own_origins = (b"http://" + host, b"https://" + host)
+    return all(host and origin in own_origins for origin in origins)
 
 
 def too_many_connections_error(max_connections: int) -> APIError:

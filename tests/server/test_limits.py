@@ -48,6 +48,7 @@ from forge.server.errors import APIError
 from forge.server.http_server import create_listener, parse_allowed_hosts
 from forge.server.middleware import MAX_HEADERS, is_allowed_host
 from forge.server.routes import PROBES
+from forge.server.transport import DRAIN_S
 from tests.forge_process import start_server
 from tests.server.local_server import (
     TIMEOUT_S,
@@ -182,10 +183,14 @@ def is_reset(connection: socket.socket) -> bool:
 def send_and_read(data: bytes, server: LimitsServer) -> bytes:
     """Send the bytes; return all that the server sends until it closes."""
     with connect(server) as connection:
-        try:
-            connection.sendall(data)
-        except ConnectionError:
-            pass  # the server has closed before the last bytes
+        connection.setblocking(False)
+        with suppress(ConnectionError):  # the server has closed before the last bytes
+            while data:
+                try:
+                    data = data[connection.send(data) :]
+                except BlockingIOError:  # it reads no more, and closes after a while
+                    server.clock.advance_and_wait(DRAIN_S)
+        connection.settimeout(TIMEOUT_S)
         return read_until_close(connection)
 
 
@@ -526,11 +531,11 @@ def test_a_request_that_does_not_arrive_in_time_is_408(
 
 def test_bytes_one_by_one_do_not_buy_time(running_server: LimitsServer) -> None:
     with connect(running_server) as connection:
-        with pytest.raises(ConnectionError):
-            for _ in range(13):  # it is refused after ten, and the next byte is too many
-                connection.sendall(b"a")
-                running_server.wait_until_read()
-                running_server.clock.advance_and_wait(READ_S / 10)
+        for _ in range(11):  # it is refused after ten, and the next byte is dropped
+            connection.sendall(b"a")
+            running_server.wait_until_read()
+            running_server.clock.advance_and_wait(READ_S / 10)
+        check_refusal(read_until_close(connection), 408, "request_timeout")
     check_serves(running_server)
 
 
@@ -594,6 +599,16 @@ def test_requests_before_one_that_is_wrong_are_answered_and_none_after_it(
     )[1:]
     assert [answer[:3] for answer in answers] == [b"200", b"200", b"400"]
     check_refusal(b"HTTP/1.1 " + answers[-1], 400, "bad_framing")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_sending_side_counts_as_gone(stream: bool) -> None:
+    """A client that has left altogether looks the same until something is sent to it."""
+    with open_limits_server("hash:step_ms=10") as server, connect(server) as connection:
+        connection.sendall(build_post({**STREAM, **NEVER_ENDS, "stream": stream}))
+        wait_until(lambda: server.has_counts(1, 0))
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(server.is_idle)
 
 
 # A client that reads slowly.

@@ -470,6 +470,13 @@ def receive_of(message: dict[str, Any]) -> Callable[[], Any]:
     return receive
 
 
+def test_a_byte_order_mark_is_named(app: Starlette) -> None:
+    json_ = {"content_type": "application/json"}
+    body = b'\xef\xbb\xbf{"prompt": "a"}'
+    answer = request_with_headers(app, "POST", "/generate", body, **json_)
+    assert "it begins with a byte order mark (EF BB BF)" in answer.json()["error"]["message"]
+
+
 # Pages of other origins.
 
 FORM = ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain")
@@ -514,6 +521,9 @@ def mutating_requests(app: Starlette) -> list[tuple[str, str]]:
         {"origin": "http://127.0.0.1:81"},
         {"origin": "http://127.0.0.1.evil.example"},
         {"origin": ""},
+        {"origin": "file://127.0.0.1"},
+        {"origin": "://127.0.0.1"},
+        {"origin": "127.0.0.1"},
         {"sec_fetch_site": "cross-site"},
         {"sec_fetch_site": "same-site"},
         {"sec_fetch_site": "cross-site", "origin": "http://127.0.0.1"},
@@ -553,6 +563,7 @@ def test_no_change_is_made_for_a_form(app: Starlette, content_type: str, content
         {},
         {"origin": "http://127.0.0.1"},
         {"origin": "HTTP://127.0.0.1"},
+        {"origin": "https://127.0.0.1"},
         {"origin": "https://public.example", "sec_fetch_site": "same-origin"},
         {"sec_fetch_site": "none"},
     ],
