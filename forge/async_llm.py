@@ -50,18 +50,18 @@ from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
 from forge.errors import EngineClosed, EngineDead, ForgeError, InvalidWeights
 from forge.llm import (
-    DEFAULT_PARAMS,
     Prompt,
-    RequestFields,
+    PromptFields,
+    create_request,
     new_namespace,
     parse_pause_mode,
-    tokenize,
 )
 from forge.load_report import LoadReport
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.pause import PauseMode
 from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
+from forge.sampling_defaults import SamplingDefaults
 from forge.tokenizer import Tokenizer
 from forge.weights import NamedWeights, WeightSource, WeightUpdate
 
@@ -84,6 +84,7 @@ class EngineHost(Protocol):
 
     engine: Engine
     tokenizer: Tokenizer
+    sampling_defaults: SamplingDefaults
 
     @property
     def status(self) -> EngineStatus: ...
@@ -203,6 +204,7 @@ class AsyncLLM:
         self._num_slow_commands = 0
         self._host = host_type(model, policy, options, self._on_report, self._on_engine_end)
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
+        self.sampling_defaults = self._host.sampling_defaults
 
     @property
     def status(self) -> EngineStatus:
@@ -274,15 +276,23 @@ class AsyncLLM:
 
     # Callers on an event loop.
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of calls without any: the checkpoint's defaults, else forge's."""
+        return self.sampling_defaults.params()
+
     def create_request(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        **fields: Unpack[RequestFields],
+        params: SamplingParams | None = None,
+        **fields: Unpack[PromptFields],
     ) -> Request:
-        """Return a request that the engine can serve. Raises InvalidRequest."""
-        prompt_ids = tokenize(self.tokenizer, prompt)
-        request = Request(next(self._ids), prompt_ids, params, **fields)
+        """Return a request that the engine can serve. Raises InvalidRequest.
+
+        params   None: the defaults
+        """
+        if params is None:
+            params = self.get_default_sampling_params()
+        request = create_request(next(self._ids), self.tokenizer, prompt, params, **fields)
         self.engine.check(request)
         return request
 
@@ -338,8 +348,8 @@ class AsyncLLM:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        **fields: Unpack[RequestFields],
+        params: SamplingParams | None = None,
+        **fields: Unpack[PromptFields],
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield deltas as they come. Closing the iterator aborts the request.
 
@@ -350,8 +360,8 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        **fields: Unpack[RequestFields],
+        params: SamplingParams | None = None,
+        **fields: Unpack[PromptFields],
     ) -> RequestOutput:
         """Return the whole output. Cancelling the coroutine aborts the request.
 
@@ -636,8 +646,8 @@ class AsyncLLMSession:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        **fields: Unpack[RequestFields],
+        params: SamplingParams | None = None,
+        **fields: Unpack[PromptFields],
     ) -> RequestOutput:
         """Return the whole output of a turn. Raises InvalidRequest."""
         return await self._llm.generate(prompt, params, **self._fields_of_turn(fields))
@@ -645,8 +655,8 @@ class AsyncLLMSession:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        **fields: Unpack[RequestFields],
+        params: SamplingParams | None = None,
+        **fields: Unpack[PromptFields],
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield deltas of a turn as they come. Closing the iterator aborts the turn."""
         return self._llm.stream(prompt, params, **self._fields_of_turn(fields))
@@ -658,5 +668,5 @@ class AsyncLLMSession:
         """
         return await self._llm.end_session(self.session_id, tenant=self.tenant)
 
-    def _fields_of_turn(self, fields: RequestFields) -> RequestFields:
+    def _fields_of_turn(self, fields: PromptFields) -> PromptFields:
         return {**fields, "session_id": self.session_id, "tenant": self.tenant}

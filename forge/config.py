@@ -385,6 +385,9 @@ class DeviceOptions:
     dtype                    auto, float32, float16, bfloat16 or float64; auto is the checkpoint's
     gpu_memory_utilization   share of the GPU's memory for weights, steps and cache
     load_format              auto reads the weights, dummy draws random ones
+    generation_config        requests that leave out sampling parameters have those of
+                             generation_config.json: auto is the checkpoint's, none has no effect;
+                             or a folder with another
     enforce_eager            no step is captured as a CUDA graph
     torch_compile            the model's own modules run through torch.compile, and nothing is fused
     tensor_parallel_size     ranks that divide the model, each a process with a GPU of its own
@@ -396,6 +399,7 @@ class DeviceOptions:
     dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     load_format: str = "auto"
+    generation_config: str = "auto"
     enforce_eager: bool = False
     torch_compile: bool = False
     tensor_parallel_size: int = 1
@@ -408,6 +412,12 @@ class DeviceOptions:
                 raise InvalidConfig(
                     name, f"{str(value)[:64]!r} is not known", f"Give one of: {', '.join(allowed)}"
                 )
+        if not isinstance(self.generation_config, str):
+            raise InvalidConfig(
+                "generation_config",
+                f"{str(self.generation_config)[:64]!r} is no text",
+                "Give auto, none or a folder",
+            )
         share = self.gpu_memory_utilization
         if type(share) not in (int, float) or not 0 < share <= 1:
             raise InvalidConfig(

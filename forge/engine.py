@@ -90,7 +90,7 @@ class Engine:
             model.vocab_size(),
             (model.eos_token(), *config.end_ids),
             policy,
-            lambda params: create_stop_checker(self.tokenizer, params),
+            lambda request: create_stop_checker(self.tokenizer, request),
             self._matchers.create,
             create_drafter(config, proposer),
             self._kv_event_log,

@@ -87,6 +87,7 @@ class Options(TypedDict, total=False):
     dtype: str
     gpu_memory_utilization: float
     load_format: str
+    generation_config: str
     enforce_eager: bool
     torch_compile: bool
     tensor_parallel_size: int

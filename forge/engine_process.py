@@ -48,6 +48,7 @@ from forge.rank_start import start_ranks
 from forge.ranks.rank_context import LeaderContext
 from forge.ranks.rank_process import end_with_parent, ignore_end_signals
 from forge.request import Delta, FinishReason
+from forge.sampling_defaults import SamplingDefaults
 from forge.seam import StepPlan
 from forge.start_log import StartLog
 from forge.tokenizer import Tokenizer
@@ -68,6 +69,7 @@ class _EngineOpened(NamedTuple):
     vocab_size: int
     eos_token: int
     tokenizer: Tokenizer
+    sampling_defaults: SamplingDefaults
     status: EngineStatus
 
 
@@ -158,7 +160,7 @@ class EngineProcess:
                 self._ranks.kill()
                 self._ranks.close()
             raise
-        self.tokenizer = opened.tokenizer
+        self.tokenizer, self.sampling_defaults = opened.tokenizer, opened.sampling_defaults
         remote_model = _RemoteModel(opened.vocab_size, opened.eos_token)
         self.engine = Engine(remote_model, opened.config, opened.tokenizer)
         self.status = opened.status
@@ -292,6 +294,7 @@ def _run_engine(
                 engine_model.vocab_size(),
                 engine_model.eos_token(),
                 loaded.tokenizer,
+                loaded.sampling_defaults,
                 EngineStatus.from_engine(engine),
             )
         )

@@ -46,7 +46,7 @@ class EngineThread:
     ) -> None:
         self._exit_stack = ExitStack()
         self.engine, loaded = open_engine(model, policy, options, self._exit_stack)
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer, self.sampling_defaults = loaded.tokenizer, loaded.sampling_defaults
         self._loop = EngineLoop(self.engine, on_report)
         self._on_end = on_end
         self._stop_timeout_s = STOP_TIMEOUT_S

@@ -34,8 +34,6 @@ from forge.weights import NamedWeights, SharedWeights, WeightFiles, WeightSource
 
 Prompt = str | list[int]
 
-DEFAULT_PARAMS = SamplingParams()
-
 
 class RequestFields(TypedDict, total=False):
     """Fields of a Request besides its id, prompt and parameters, with the defaults of Request."""
@@ -49,13 +47,29 @@ class RequestFields(TypedDict, total=False):
     expected_pause_s: float | None
     return_timings: bool
     external_id: str
+    begins_text: bool
 
 
-def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
+class EncodingFields(TypedDict, total=False):
+    """Fields that say how a prompt given as text becomes its ids; both are true by default.
+
+    add_special_tokens     with the ids that the checkpoint puts around every prompt, such as BOS
+    parse_special_tokens   the name of a special token in the text is that token
+    """
+
+    add_special_tokens: bool
+    parse_special_tokens: bool
+
+
+class PromptFields(RequestFields, EncodingFields, total=False):
+    """Fields of a call that takes a prompt."""
+
+
+def tokenize(tokenizer: Tokenizer, prompt: Prompt, encoding: EncodingFields) -> tuple[int, ...]:
     """Return the token ids of a prompt given as text or as ids. Raises InvalidRequest."""
     if isinstance(prompt, str):
         try:
-            return tuple(tokenizer.encode(prompt))
+            return tuple(tokenizer.encode(prompt, **encoding))
         except UnicodeEncodeError:
             raise invalid_unicode_error("prompt") from None
     if not isinstance(prompt, list | tuple) or str in set(map(type, prompt)):
@@ -66,6 +80,23 @@ def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
             "invalid_type",
         )
     return tuple(prompt)
+
+
+def create_request(
+    id: int,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    params: SamplingParams,
+    add_special_tokens: bool = True,
+    parse_special_tokens: bool = True,
+    **fields: Unpack[RequestFields],
+) -> Request:
+    """Return a request for a prompt given as text or as ids. Raises InvalidRequest."""
+    encoding: EncodingFields = {
+        "add_special_tokens": add_special_tokens,
+        "parse_special_tokens": parse_special_tokens,
+    }
+    return Request(id, tokenize(tokenizer, prompt, encoding), params, **fields)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -121,6 +152,7 @@ class LLM:
             model, policy, add_offline_defaults(model, options), self._exit_stack
         )
         self.tokenizer, self.device = loaded.tokenizer, loaded.device
+        self.sampling_defaults = loaded.sampling_defaults
         recorders = RecorderChain(self.engine)
         self._timings = TimingsRecorder(self.engine.scheduler, recorders, time.monotonic)
         self._ids = itertools.count()
@@ -146,23 +178,29 @@ class LLM:
             self.engine.abort(request_id)
         self._exit_stack.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of calls without any: the checkpoint's defaults, else forge's."""
+        return self.sampling_defaults.params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **fields: Unpack[RequestFields],
+        **fields: Unpack[PromptFields],
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. All prompts share the engine's steps.
 
-        params     one for all prompts, or a list with one for each
+        params     one for all prompts, or a list with one for each; None: the defaults
         use_tqdm   show a bar where standard error is a terminal, from the second second on
         fields     those of every request
 
         Raises InvalidRequest before anything runs.
         """
         prompt_list = _as_list(prompts)
+        if params is None:
+            params = self.get_default_sampling_params()
         if isinstance(params, list | tuple):
             params_list = list(params)
         else:
@@ -201,7 +239,7 @@ class LLM:
     def chat(
         self,
         messages: Chat | Sequence[Chat],
-        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
@@ -223,13 +261,14 @@ class LLM:
         )
         variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
         prompts = encode_chats(self.tokenizer, messages, end, variables)
+        fields = {"begins_text": not continue_final_message, **fields}
         return self.generate(prompts, params, use_tqdm=use_tqdm, **fields)
 
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        **fields: Unpack[RequestFields],
+        params: SamplingParams | None = None,
+        **fields: Unpack[PromptFields],
     ) -> Iterator[TextDelta]:
         """Yield deltas as they come. Dropping the iterator aborts the request, even when unread."""
         request = self._create_request(prompt, params, **fields)
@@ -330,12 +369,14 @@ class LLM:
                 self._deltas_by_stream.pop(request.id, None)
 
     def _create_request(
-        self, prompt: Prompt, params: SamplingParams, **fields: Unpack[RequestFields]
+        self, prompt: Prompt, params: SamplingParams | None, **fields: Unpack[PromptFields]
     ) -> Request:
         if self._closed:
             raise EngineDead("the engine was closed. Open another LLM")
         self._check_running()
-        request = Request(next(self._ids), tokenize(self.tokenizer, prompt), params, **fields)
+        if params is None:
+            params = self.get_default_sampling_params()
+        request = create_request(next(self._ids), self.tokenizer, prompt, params, **fields)
         self.engine.check(request)
         return request
 
@@ -398,8 +439,8 @@ class LLMSession:
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        **fields: Unpack[RequestFields],
+        params: SamplingParams | None = None,
+        **fields: Unpack[PromptFields],
     ) -> RequestOutput:
         """Return the whole output of a turn. Raises InvalidRequest."""
         fields = self._fields_of_turn(fields)
@@ -409,8 +450,8 @@ class LLMSession:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        **fields: Unpack[RequestFields],
+        params: SamplingParams | None = None,
+        **fields: Unpack[PromptFields],
     ) -> Iterator[TextDelta]:
         """Yield deltas of a turn as they come. Dropping the iterator aborts the turn."""
         return self._llm.stream(prompt, params, **self._fields_of_turn(fields))
@@ -419,5 +460,5 @@ class LLMSession:
         """End the session, and return whether it was open. A later turn would open it again."""
         return self._llm.end_session(self.session_id)
 
-    def _fields_of_turn(self, fields: RequestFields) -> RequestFields:
+    def _fields_of_turn(self, fields: PromptFields) -> PromptFields:
         return {**fields, "session_id": self.session_id}

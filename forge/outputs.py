@@ -28,8 +28,9 @@ from forge.request import (
     SamplingParams,
     TokenLogprob,
 )
+from forge.stop_strings import create_stop_detokenizer
 from forge.timings import ChoiceTimings
-from forge.tokenizer import StopStringDetokenizer, Tokenizer
+from forge.tokenizer import Detokenizer, Tokenizer
 
 DECODE_INTERVAL = 32
 """Calls of `OutputBatch.decode_ahead` after which it decodes the new tokens of the same choice."""
@@ -172,10 +173,7 @@ class OutputProcessor:
         self._params = params
         self._tokenizer = tokenizer
         self._streams = {
-            choice: StopStringDetokenizer(
-                tokenizer.create_detokenizer(), params.stop, params.min_tokens
-            )
-            for choice in range(params.n)
+            choice: create_stop_detokenizer(tokenizer, request) for choice in range(params.n)
         }
 
     @property
@@ -225,10 +223,10 @@ class _ChoiceDetokenizer:
 
     __slots__ = ("_choice", "_detokenizer", "_num_decoded", "_parts", "is_ended")
 
-    def __init__(self, choice: ChoiceOutput, tokenizer: Tokenizer) -> None:
+    def __init__(self, choice: ChoiceOutput, detokenizer: Detokenizer) -> None:
         self.is_ended = False
         self._choice = choice
-        self._detokenizer = tokenizer.create_detokenizer()
+        self._detokenizer = detokenizer
         self._num_decoded = 0
         self._parts: list[str] = []
 
@@ -313,7 +311,8 @@ class OutputBatch:
     def _start_text(self, request_id: int, choice: ChoiceOutput) -> None:
         key = (request_id, choice.index)
         if key not in self._detokenizer_by_choice:
-            detokenizer = _ChoiceDetokenizer(choice, self._tokenizer)
+            previous = self._open_requests[request_id].previous_token
+            detokenizer = _ChoiceDetokenizer(choice, self._tokenizer.create_detokenizer(previous))
             self._detokenizer_by_choice[key] = detokenizer
             self._open_detokenizers.append(detokenizer)
 
@@ -323,7 +322,7 @@ class OutputBatch:
         tokens = choice.token_ids if last.stop_token is None else choice.token_ids[:-1]
         params, tokenizer = request.params, self._tokenizer
         text = self._detokenizer_by_choice.pop((request.id, choice.index)).end(tokens)
-        choice.text, stop = cut_output(text, tokenizer, params, tokens)
+        choice.text, stop = cut_output(text, tokenizer, request, tokens)
         choice.stop_match = _find_stop_match(last, stop, params, tokenizer)
         if all(each.finish_reason is not None for each in output.choices):
             del self._open_requests[request.id], self._open_outputs[request.id]
@@ -353,7 +352,7 @@ def _find_stop_match(
 
 
 def cut_output(
-    text: str, tokenizer: Tokenizer, params: SamplingParams, tokens: Sequence[int]
+    text: str, tokenizer: Tokenizer, request: Request, tokens: Sequence[int]
 ) -> tuple[str, str | None]:
     """Return an output's text and `matched_stop`, as a StopStringDetokenizer has them.
 
@@ -363,10 +362,12 @@ def cut_output(
     A stop string is searched in the whole text, and only the tokens before `min_tokens` are decoded
     again: the first character that may complete a stop string comes after their text.
     """
+    params = request.params
     if not params.stop or len(tokens) < params.min_tokens:
         return text, None
     num_unstoppable = max(0, params.min_tokens - 1)
-    first_end = 1 + len(tokenizer.create_detokenizer().extend(tokens[:num_unstoppable]))
+    detokenizer = tokenizer.create_detokenizer(request.previous_token)
+    first_end = 1 + len(detokenizer.extend(tokens[:num_unstoppable]))
     return cut_at_stop(text, params.stop, first_end)
 
 

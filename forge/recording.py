@@ -304,7 +304,7 @@ def encode_request(request: Request) -> Entry:
         params["thinking_budget"] = request.params.thinking_budget.encode()
     entry: Entry = {"id": request.id, "prompt": list(request.prompt), "params": params}
     names = ("priority", "cache_salt", "arrival_s", "tenant", "session_id", "session_end")
-    for name in (*names, "external_id"):
+    for name in (*names, "external_id", "begins_text"):
         if getattr(request, name):
             entry[name] = getattr(request, name)
     if request.expected_pause_s is not None:  # 0 is a pause too

@@ -23,7 +23,7 @@ from forge.recording import (
     parse_row_output,
     plan_digest,
 )
-from forge.request import Delta, SamplingParams
+from forge.request import Delta, Request, SamplingParams
 from forge.scheduler import Scheduler
 from forge.seam import FileAnswer, StepOutput, StepPlan
 from forge.sequence import STOP_ERROR_PREFIX, STRUCTURE_ERROR_PREFIX, GrammarMatcher
@@ -111,9 +111,9 @@ class ReplayRun:
         )
         self._request_id = self._choice = 0
 
-    def _create_stop_checker(self, params: SamplingParams) -> _RecordedChecker | None:
+    def _create_stop_checker(self, request: Request) -> _RecordedChecker | None:
         self._choice += 1  # the scheduler calls this first, once for each choice
-        if not params.stop or params.structure is not None:
+        if not request.params.stop or request.params.structure is not None:
             return None
         return _RecordedChecker(self, self._request_id, self._choice, STOP_ERROR_PREFIX)
 

@@ -508,6 +508,8 @@ class Request:
     expected_pause_s   seconds until the session's next turn, 0 to 86,400; None: not known
     return_timings     the last Delta of each choice has its times
     external_id        id outside of the engine, such as that of an HTTP request; for recordings
+    begins_text        the output begins a text, as the answer of a chat does; else it continues
+                       that of the prompt
 
     The session fields are hints: they order admission and eviction, and hold no memory.
     """
@@ -524,6 +526,12 @@ class Request:
     expected_pause_s: float | None = None
     return_timings: bool = False
     external_id: str = ""
+    begins_text: bool = False
+
+    @property
+    def previous_token(self) -> int | None:
+        """Token before the output in its text, or None where the output begins a text."""
+        return None if self.begins_text else self.prompt[-1]
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, range):
@@ -540,10 +548,10 @@ class Request:
             if not isinstance(getattr(self, name), str):
                 raise _invalid_value(name, getattr(self, name), "a string", "Give text")
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
-        if type(self.return_timings) is not bool:
-            raise _invalid_value(
-                "return_timings", self.return_timings, "true or false", "Give a boolean"
-            )
+        for name in ("return_timings", "begins_text"):
+            if type(getattr(self, name)) is not bool:
+                value = getattr(self, name)
+                raise _invalid_value(name, value, "true or false", "Give a boolean")
         self._check_session()
 
     def _check_session(self) -> None:

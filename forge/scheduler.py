@@ -135,7 +135,7 @@ class Scheduler:
         vocab_size: int,
         end_ids: Iterable[int],
         policy: Policy = FCFS,
-        create_stop_checker: Callable[[SamplingParams], StopChecker | None] = no_stop_checker,
+        create_stop_checker: Callable[[Request], StopChecker | None] = no_stop_checker,
         create_matcher: Callable[[SamplingParams], GrammarMatcher | None] = no_matcher,
         drafter: Drafter = NO_DRAFTER,
         kv_events: KVEventLog | None = None,

@@ -77,7 +77,7 @@ class GrammarMatcher(Protocol):
         return
 
 
-def no_stop_checker(params: SamplingParams) -> StopChecker | None:
+def no_stop_checker(request: Request) -> StopChecker | None:
     """Return None: no output has stop strings."""
     return None
 
@@ -323,7 +323,7 @@ def create_sequence(
     end_ids: tuple[int, ...],
     acceptance: str,
     root: BlockHash,
-    create_stop_checker: Callable[[SamplingParams], StopChecker | None],
+    create_stop_checker: Callable[[Request], StopChecker | None],
     create_matcher: Callable[[SamplingParams], GrammarMatcher | None],
 ) -> Sequence:
     """Create the sequence of one choice of a request. Choice 0 alone has prompt logprobs.
@@ -349,7 +349,7 @@ def create_sequence(
         tokens=list(request.prompt),
         max_len=max_len,
         stop_ids=frozenset(end_ids + params.stop_token_ids),
-        stop_checker=create_stop_checker(params),
+        stop_checker=create_stop_checker(request),
         matcher=create_matcher(params),
         hashes=[root],
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -94,7 +95,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_token_ids(self) -> Collection[int]:
-        """Ids that no text encodes to. Decoding omits them, except those around tool calls."""
+        """Ids that control the model. Decoding omits them, except those around tool calls."""
         ...
 
     @property
@@ -105,16 +106,15 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt. The name of a special id in the text stays text.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the ids of a prompt. Raises UnicodeEncodeError on a lone surrogate.
 
-        The only special ids are those that the model needs around every prompt. Raises
-        UnicodeEncodeError on a lone surrogate.
+        add_special_tokens     the ids begin and end with those that the checkpoint puts around
+                               every prompt, such as BOS
+        parse_special_tokens   the name of a special id in the text is that id; False: plain text
         """
-        ...
-
-    def encode_without_special_tokens(self, text: str) -> list[int]:
-        """Return the ids of a text without the special ids that `encode` puts around it."""
         ...
 
     def apply_chat_template(
@@ -132,8 +132,11 @@ class Tokenizer(Protocol):
         """Return the text of the tokens. Special ids have none."""
         ...
 
-    def create_detokenizer(self) -> Detokenizer:
-        """Return a new incremental decoder."""
+    def create_detokenizer(self, previous: int | None = None) -> Detokenizer:
+        """Return a new incremental decoder.
+
+        previous   token that the decoded ones follow in one text; None: they begin a text
+        """
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -191,6 +194,8 @@ class ByteTokenizer:
         assert special_tokens, "a tokenizer needs a name for its end token"
         ids = (0, *range(257, 256 + len(special_tokens)))
         self._special_tokens = dict(zip(ids, special_tokens, strict=True))
+        self._ids_by_name = {name: token for token, name in self._special_tokens.items()}
+        self._names = re.compile(f"({match_any(special_tokens)})")
 
     @property
     def vocab_size(self) -> int:
@@ -212,13 +217,20 @@ class ByteTokenizer:
         """Return BYTE_CHAT_TEMPLATE."""
         return BYTE_CHAT_TEMPLATE
 
-    def encode(self, text: str) -> list[int]:
-        """Return one id per byte of the text's UTF-8. Raises UnicodeEncodeError on a surrogate."""
-        return [byte + 1 for byte in text.encode()]
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """Return one id per byte of the text's UTF-8. Raises UnicodeEncodeError on a surrogate.
 
-    def encode_without_special_tokens(self, text: str) -> list[int]:
-        """Return what `encode` does: a prompt has no special ids around it."""
-        return self.encode(text)
+        add_special_tokens     of no effect: a prompt has no special ids around it
+        parse_special_tokens   the name of a special id is that id; False: plain bytes
+        """
+        if not parse_special_tokens:
+            return [byte + 1 for byte in text.encode()]
+        tokens: list[int] = []
+        for index, part in enumerate(self._names.split(text)):  # names have odd indices
+            tokens += [self._ids_by_name[part]] if index % 2 else [b + 1 for b in part.encode()]
+        return tokens
 
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], end: ChatEnd, variables: Mapping[str, Any]
@@ -231,14 +243,14 @@ class ByteTokenizer:
                 lines.append(f"call: {_to_json({'id': call['id'], **call['function']})}")
         text = "\n".join(lines)
         check_chat_length(text)
-        return self.encode(text + _BYTE_CHAT_ENDS[end])
+        return self.encode(text + _BYTE_CHAT_ENDS[end], parse_special_tokens=False)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of the byte tokens, broken bytes replaced; other ids have none."""
         return bytes(token - 1 for token in tokens if 1 <= token <= 256).decode(errors="replace")
 
-    def create_detokenizer(self) -> ByteDetokenizer:
-        """Return a new incremental decoder."""
+    def create_detokenizer(self, previous: int | None = None) -> ByteDetokenizer:
+        """Return a new incremental decoder; `previous` has no effect."""
         return ByteDetokenizer()
 
     def token_bytes(self, token: int) -> bytes:
@@ -262,6 +274,12 @@ class ByteTokenizer:
 
 def _to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def match_any(names: Iterable[str]) -> str:
+    """Return the source of a pattern for any of the names, of which the longest is tried first."""
+    by_length = sorted(filter(None, names), key=len, reverse=True)
+    return "|".join(map(re.escape, by_length)) or "(?!)"
 
 
 def check_chat_length(text: str) -> None:

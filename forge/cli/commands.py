@@ -15,6 +15,7 @@ import platform
 import shlex
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, cast
 
 from forge import __version__
@@ -172,10 +173,12 @@ def generate(args: argparse.Namespace, settings: Settings) -> int:
         for option, text in flags
         if text is not None
     }
-    params = SamplingParams(**cast(Any, params_given), stop=args.stop)
+    params_given["stop"] = args.stop
+    SamplingParams(**cast(Any, params_given))  # refuses wrong ones before the model is loaded
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters
     with settings.open_llm(LLM) as llm:
+        params = replace(llm.get_default_sampling_params(), **cast(Any, params_given))
         for delta in llm.stream(args.prompt, params):
             print(delta.text, end="", flush=True)
             if delta.error is not None:
@@ -220,5 +223,7 @@ def info(args: argparse.Namespace, settings: Settings) -> int:
         print(f"device   {llm.device}, {platform.machine()}")
         print(f"model    {settings.values['model']}")
         print("\n".join(describe_capacity(llm.engine.config)))
+        if llm.sampling_defaults.fields:
+            print(f"sampling {llm.sampling_defaults.describe()}, of generation_config.json")
         print(f"address  {f'[{host}]' if ':' in host else host}:{port}{in_use_note}")
     return 0

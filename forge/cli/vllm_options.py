@@ -27,8 +27,8 @@ VLLM_OPTIONS: dict[tuple[str, ...], str] = {
     ("--hf-overrides", "--hf-config-path", "--rope-scaling", "--rope-theta"): (
         "Change config.json in the model's folder"
     ),
-    ("--generation-config", "--override-generation-config"): (
-        "Leave it out: generation_config.json gives end tokens only, so send the other parameters"
+    ("--override-generation-config",): (
+        "Write the parameters to generation_config.json of a folder, and give --generation-config"
     ),
     ("--quantization", "-q", "--kv-cache-dtype", "--calculate-kv-scales"): (
         "Serve weights and cache in bfloat16 or float16: there is no quantisation"

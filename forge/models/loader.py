@@ -122,6 +122,13 @@ def load_model(
             if tier_options.measures_costs:
                 loaded = _add_load_costs(loaded)
         start.log_summary()
+        defaults = loaded.sampling_defaults
+        if defaults.fields:
+            LOG.info(
+                "generation_config.json: requests without these fields get %s "
+                "(off with --generation-config none)",
+                defaults.describe(),
+            )
         yield loaded
 
 

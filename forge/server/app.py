@@ -280,7 +280,8 @@ class InferenceEndpoints:
     def _parse_completion(self, body: dict[str, Any]) -> ParsedCompletion:
         request_body = parse_request(CompletionRequest, self._defaults.apply(body))
         self._served_model.check(request_body.model)
-        sampling = request_body.sampling_params(), request_body.parse_prompts()
+        params = request_body.sampling_params(self._llm.sampling_defaults)
+        sampling = params, request_body.parse_prompts()
         return request_body.without_prompt(), sampling
 
     async def _respond_completion(
@@ -328,7 +329,8 @@ class InferenceEndpoints:
         def parse_body(body: dict[str, Any]) -> tuple[GenerateRequest, ParamsAndPrompts]:
             request_body = parse_request(GenerateRequest, body)
             self._served_model.check(request_body.model)
-            return request_body, (request_body.sampling_params(), request_body.parse_prompts())
+            params = request_body.sampling_params(self._llm.sampling_defaults)
+            return request_body, (params, request_body.parse_prompts())
 
         async def respond(
             parsed_body: tuple[GenerateRequest, ParamsAndPrompts], head: RequestHead

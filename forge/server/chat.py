@@ -31,6 +31,7 @@ from forge.request import (
     SamplingParams,
     TokenLogprob,
 )
+from forge.sampling_defaults import SamplingDefaults
 from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_choice import ChatChoice
@@ -112,6 +113,7 @@ class ChatRequest(StreamingRequest):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **UNSUPPORTED_FIELDS,
         "echo": (False,),
+        "parse_special_tokens": (False,),
         "prompt": (),
         "web_search_options": (),
     }
@@ -150,7 +152,7 @@ class ChatRequest(StreamingRequest):
                     "conflicting_parameters",
                 )
             params["max_tokens"] = limit
-        if params["max_tokens"] == 0:
+        if params.get("max_tokens") == 0:
             raise InvalidRequest("max_tokens", "0 leaves no token to generate", "Give 1 or more")
         return {**params, "logprobs": self._num_top_logprobs()}
 
@@ -193,6 +195,11 @@ class ChatRequest(StreamingRequest):
             if self.add_generation_prompt is False
             else ChatEnd.GENERATION_PROMPT
         )
+
+    @property
+    def begins_text(self) -> bool:
+        """Return whether the answer does not continue the final message."""
+        return self.chat_end is not ChatEnd.CONTINUE_FINAL_MESSAGE
 
     def template_variables(self) -> dict[str, Any]:
         """Return the variables for the template. Raises InvalidRequest."""
@@ -239,6 +246,10 @@ class ChatRequest(StreamingRequest):
 
     def render_prompt(self, tokenizer: Tokenizer) -> list[int]:
         """Return the ids of the rendered chat. Raises InvalidRequest. May be slow."""
+        if self.add_special_tokens and tokenizer.encode(""):
+            raise InvalidRequest(
+                "add_special_tokens", "a chat's template writes the special tokens", "Leave it out"
+            )
         messages, variables = parse_messages(self.messages), dict(self.template_variables())
         for index, message in enumerate(messages):
             if "tool_calls" in message:
@@ -325,9 +336,9 @@ async def build_request(
     names = FieldNames({"thinking_budget": "thinking_token_budget", "logprobs": "top_logprobs"})
     with names.rename_errors(), _relabel_max_tokens_error(request_body):
         # A template is a program, and texts may be long: a thread keeps the event loop free.
-        tokenizer = queue.llm.tokenizer
+        llm, tokenizer = queue.llm, queue.llm.tokenizer
         params, prompt_ids = await asyncio.to_thread(
-            _read_params_and_prompt, request_body, tokenizer, formats
+            _read_params_and_prompt, request_body, llm.sampling_defaults, tokenizer, formats
         )
         prompt = NamedPrompt("messages", prompt_ids)
         while True:
@@ -355,10 +366,14 @@ async def build_request(
 
 
 def _read_params_and_prompt(
-    request_body: ChatRequest, tokenizer: Tokenizer, formats: ChatFormats
+    request_body: ChatRequest,
+    defaults: SamplingDefaults,
+    tokenizer: Tokenizer,
+    formats: ChatFormats,
 ) -> tuple[SamplingParams, list[int]]:
     """Return the sampling parameters and the prompt. Raises InvalidRequest. May be slow."""
-    params, max_thinking_tokens = request_body.sampling_params(), request_body.max_thinking_tokens
+    params = request_body.sampling_params(defaults)
+    max_thinking_tokens = request_body.max_thinking_tokens
     prompt = request_body.render_prompt(tokenizer)
     if max_thinking_tokens is not None:
         budget = formats.thinking_budget_of(max_thinking_tokens, prompt, tokenizer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +26,7 @@ from forge.request import (
     SamplingParams,
     TokenLogprob,
 )
+from forge.sampling_defaults import SamplingDefaults
 from forge.server.errors import excerpt
 from forge.server.legacy_logprobs import LegacyLogprobs, TokenNamer, echo_text, name_by_id
 from forge.server.prompt_logprobs import build_prompt_logprobs
@@ -91,7 +93,7 @@ class StreamingRequest(SamplingRequest):
         """Return the function that names the tokens of logprobs."""
         return name_by_id if self.return_tokens_as_token_ids else tokenizer.token_text
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidRequest, also for conflicting fields."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream is not true", "Leave it out")
@@ -103,7 +105,7 @@ class StreamingRequest(SamplingRequest):
                 "Leave out stream, or use echo and logprobs of /v1/completions",
                 "unsupported_parameter",
             )
-        return super().sampling_params()
+        return super().sampling_params(defaults)
 
     def _check_best_of(self) -> None:
         """Raise InvalidRequest unless best_of is n: every generated choice is returned."""
@@ -150,7 +152,7 @@ class CompletionRequest(PromptRequest, StreamingRequest):
             )
         return prompts
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidRequest, also for conflicting fields."""
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
@@ -162,7 +164,7 @@ class CompletionRequest(PromptRequest, StreamingRequest):
                 "max_tokens is 0, so no token is generated",
                 "Give max_tokens of 1 or more",
             )
-        return super().sampling_params()
+        return super().sampling_params(defaults)
 
     @property
     def echo_logprobs(self) -> int | None:
@@ -215,11 +217,11 @@ class GenerateRequest(PromptRequest):
             )
         return prompts
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidRequest."""
         if self.max_tokens == 0:
             raise InvalidRequest("max_tokens", "0 leaves no token to generate", "Give 1 or more")
-        return super().sampling_params()
+        return super().sampling_params(defaults)
 
 
 def usage(
@@ -299,9 +301,12 @@ class CompletionResponse:
         self._head = dict(head)
         # JSON that all chunks begin with: built once, because there is a chunk per token.
         self._chunk_head = json.dumps(self._head, separators=(",", ":"))[:-1] + ',"choices":['
-        # The special ids around a text prompt have no names in the response.
-        self._special_ids = [
-            tokenizer.special_token_ids if isinstance(p.content, list) else () for p in prompts
+        # The special ids before a text prompt have no names in the response.
+        self._num_hidden_ids = [
+            _count_added_ids(tokenizer, request.prompt)
+            if isinstance(prompt.content, str) and request_body.add_special_tokens is not False
+            else 0
+            for prompt, request in zip(prompts, requests, strict=True)
         ]
         self._echo_texts = [
             self._echo_text(p.content) if request_body.echo else "" for p in prompts
@@ -385,7 +390,7 @@ class CompletionResponse:
                     block.add(batch)
                     yield self._chunk(p, delta.choice, text, block)
                     text = ""
-            block.restart(len(self._echo_texts[p]))
+            block.restart(len(self._echo_texts[p]), self.requests[p].previous_token)
         if block is not None:
             block.add(delta.logprobs)
         self._completion_tokens += len(delta.token_ids)
@@ -446,7 +451,7 @@ class CompletionResponse:
 
     def _create_logprobs(self, p: int) -> LegacyLogprobs:
         namer = self._request_body.token_namer(self._tokenizer)
-        return LegacyLogprobs(self._tokenizer, namer, 0, self._special_ids[p])
+        return LegacyLogprobs(self._tokenizer, namer, self._num_hidden_ids[p])
 
     def _build_logprobs(
         self, p: int, output: RequestOutput, logprobs: Sequence[TokenLogprob]
@@ -457,6 +462,12 @@ class CompletionResponse:
         if self._request_body.echo:
             legacy_logprobs.add_first(output.prompt_token_ids[0])
             yield from legacy_logprobs.add_all(output.prompt_logprobs)
-        legacy_logprobs.restart(len(self._echo_texts[p]))
+        legacy_logprobs.restart(len(self._echo_texts[p]), self.requests[p].previous_token)
         yield from legacy_logprobs.add_all(logprobs)
         return legacy_logprobs.take()
+
+
+def _count_added_ids(tokenizer: Tokenizer, prompt: Sequence[int]) -> int:
+    """Return how many ids at the start of a text's prompt the checkpoint has added, such as BOS."""
+    pairs = zip(tokenizer.encode(""), prompt, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -8,7 +8,6 @@ Owns --reasoning-config, whose keys are vLLM's. Knows no request.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from forge.errors import InvalidConfig
@@ -52,7 +51,7 @@ def find_end_ids(
             f"{END_KEY} does not end with {reasoning.end!r}, or has it twice",
             "Write the model's end marker after the text, once",
         )
-    end_ids = tuple(encode_marked(tokenizer, text))
+    end_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
     data = b"".join(map(tokenizer.token_bytes, end_ids))
     keeps_end = data.endswith(reasoning.end.encode())
     if not keys and not keeps_end:  # nothing was requested: chats refuse a budget
@@ -86,16 +85,3 @@ def _parse_config(config: str) -> dict[str, str]:
             OPTION, f"there is no key {unknown[0][:64]!r}", f"Give {START_KEY} and {END_KEY}"
         )
     return keys
-
-
-def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text in which the name of a special token is that token."""
-    special = {tokenizer.token_bytes(each).decode(): each for each in tokenizer.special_token_ids}
-    names = sorted(filter(None, special), key=len, reverse=True)
-    found: list[int] = []
-    for part in re.split(f"({'|'.join(map(re.escape, names)) or '(?!)'})", text):
-        if part in special:
-            found.append(special[part])
-        elif part:
-            found += tokenizer.encode_without_special_tokens(part)
-    return found

@@ -21,7 +21,7 @@ from starlette.types import Receive
 from forge.async_llm import AsyncLLM
 from forge.engine_checks import MAX_LOGPROB_ENTRIES, count_logprobs
 from forge.errors import EngineClosed, EngineDead, InvalidRequest
-from forge.llm import RequestFields
+from forge.llm import PromptFields
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.schema_check import SchemaViolation
@@ -71,7 +71,9 @@ async def build_requests(
     queue.check_capacity(len(prompts))
     with request_body.relabel_structure_error():
         await queue.check_structure(params)
-    fields: RequestFields = {
+    fields: PromptFields = {
+        **request_body.encoding,
+        "begins_text": request_body.begins_text,
         "priority": request_body.priority or 0,
         "cache_salt": tenant_salt(head.tenant, request_body.cache_salt or ""),
         "arrival_s": asyncio.get_running_loop().time(),
@@ -125,7 +127,7 @@ async def run_in_thread_if_long(prompts: Sequence[NamedPrompt], work: Callable[[
 
 
 def _build_request(
-    llm: AsyncLLM, prompt: NamedPrompt, params: SamplingParams, fields: RequestFields
+    llm: AsyncLLM, prompt: NamedPrompt, params: SamplingParams, fields: PromptFields
 ) -> Request:
     try:
         return llm.create_request(prompt.content, params, **fields)

@@ -34,22 +34,23 @@ class LegacyLogprobs:
     top_logprobs     name and log probability of the most likely tokens and of the token itself
     text_offset      characters before the token, including those of a stop string, which is cut
 
-    name_token    returns the name of a token
-    special_ids   ids whose names are part of the text: see `echo_text`
+    name_token   returns the name of a token
+    num_hidden   tokens at the start of an echoed prompt whose names its text does not have: see
+                 `echo_text`
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         name_token: TokenNamer,
-        offset: int,
-        special_ids: Collection[int] = (),
+        num_hidden: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._name_token = name_token
-        self._special_ids = special_ids
+        self._num_hidden = num_hidden
+        self._special_ids: Collection[int] = tokenizer.special_token_ids
         self._detokenizer = tokenizer.create_detokenizer()
-        self._offset = offset
+        self._offset = 0
         self._entries = self._new_entries()
 
     def add_first(self, token: int) -> None:
@@ -81,11 +82,14 @@ class LegacyLogprobs:
             yield len(others)
         self._append(scored.token, logprob, alternatives)
 
-    def restart(self, offset: int) -> None:
-        """Decode the following tokens as a new text that starts at character `offset`."""
-        self._detokenizer = self._tokenizer.create_detokenizer()
+    def restart(self, offset: int, previous: int | None) -> None:
+        """Decode the following tokens as an output that starts at character `offset`.
+
+        previous   token before the output in its text: see Tokenizer.create_detokenizer
+        """
+        self._detokenizer = self._tokenizer.create_detokenizer(previous)
         self._offset = offset
-        self._special_ids = ()
+        self._special_ids, self._num_hidden = (), 0
 
     def take(self) -> dict[str, list[Any]]:
         """Return the entries added since the previous call."""
@@ -93,15 +97,19 @@ class LegacyLogprobs:
         return entries
 
     def _append(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
-        entries, text = self._entries, self._tokenizer.token_text(token)
-        if token in self._special_ids:  # a special token ends any incomplete character
+        entries, has_name = self._entries, token in self._special_ids
+        if has_name:  # a special token ends any incomplete character
             self._offset += len(self._detokenizer.flush())
             self._detokenizer = self._tokenizer.create_detokenizer()
         entries["tokens"].append(self._name_token(token))
         entries["token_logprobs"].append(logprob)
         entries["top_logprobs"].append(top)
         entries["text_offset"].append(self._offset)
-        self._offset += len(text if token in self._special_ids else self._detokenizer.push(token))
+        if self._num_hidden:
+            self._num_hidden -= 1
+        else:
+            name_or_text = self._tokenizer.token_text if has_name else self._detokenizer.push
+            self._offset += len(name_or_text(token))
 
     @staticmethod
     def _new_entries() -> dict[str, list[Any]]:

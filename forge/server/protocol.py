@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
 from forge.errors import InvalidRequest
+from forge.llm import EncodingFields
 from forge.request import (
     MAX_LISTED_IDS,
     MAX_LOGPROB_TOKEN_IDS,
@@ -33,6 +34,7 @@ from forge.request import (
     SamplingParams,
     Structure,
 )
+from forge.sampling_defaults import SamplingDefaults
 from forge.server.errors import MAX_EXCERPT_CHARS, excerpt
 from forge.server.response_format import NamedStructure, parse_structure
 
@@ -163,6 +165,7 @@ REMEDIES: Mapping[str, str] = {
     "prompt": "Send messages, or a prompt to /v1/completions",
     "stop_regex": "Use stop, or regex for the whole output",
     "modalities": 'Send and request text: ["text"]',
+    "parse_special_tokens": "Render the chat, and send it as a prompt to /v1/completions",
     "thinking_token_budget": "Send a chat, whose template shows where its reasoning begins",
     "top_logprobs": "Use logprobs of /v1/completions",
     "truncate_prompt_tokens": "Shorten the prompt",
@@ -214,7 +217,26 @@ class RequestBody(BaseModel):
     remedy: ClassVar[str] = "Leave it out"
 
 
-class SamplingRequest(RequestBody):
+class EncodedRequest(RequestBody):
+    """Fields of every request with a prompt: how its text becomes ids.
+
+    add_special_tokens     false: without the ids that the checkpoint puts around every prompt
+    parse_special_tokens   false: the names of special tokens are plain text
+    """
+
+    add_special_tokens: BooleanField = None
+    parse_special_tokens: BooleanField = None
+
+    @property
+    def encoding(self) -> EncodingFields:
+        """Return the fields of `Tokenizer.encode`."""
+        return {
+            "add_special_tokens": self.add_special_tokens is not False,
+            "parse_special_tokens": self.parse_special_tokens is not False,
+        }
+
+
+class SamplingRequest(EncodedRequest):
     """Fields of every request that generates. Their names are those of SamplingParams."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED_FIELDS
@@ -252,7 +274,6 @@ class SamplingRequest(RequestBody):
     user: ShortTextField = None
     request_id: ShortTextField = None
     metadata: MetadataField = None
-    add_special_tokens: BooleanField = None
     spaces_between_special_tokens: BooleanField = None
 
     @property
@@ -260,10 +281,19 @@ class SamplingRequest(RequestBody):
         """Return whether the answer has times of its request."""
         return bool(self.return_timings)
 
-    def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters, with defaults for other fields. Raises InvalidRequest."""
+    @property
+    def begins_text(self) -> bool:
+        """Return whether an output begins a text, and does not continue the prompt's."""
+        return False
+
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the sampling parameters. Raises InvalidRequest.
+
+        defaults   the checkpoint's, for fields that the request leaves out
+        """
         with self.relabel_structure_error():
-            return SamplingParams(**self.explicit_params())
+            params = defaults.complete(self.explicit_params(), self.default_max_tokens)
+            return SamplingParams(**params)
 
     @cached_property
     def named_structure(self) -> NamedStructure | None:
@@ -295,7 +325,6 @@ class SamplingRequest(RequestBody):
         """Return the fields of SamplingParams that the request sets. Raises InvalidRequest."""
         values = ((field.name, getattr(self, field.name, None)) for field in fields(SamplingParams))
         params = {name: value for name, value in values if value is not None}
-        params.setdefault("max_tokens", self.default_max_tokens)
         if self.logit_bias is not None:
             params["logit_bias"] = _parse_logit_bias(self.logit_bias)
         return params

@@ -32,9 +32,9 @@ from forge.server.legacy_logprobs import MIN_LOGPROB
 from forge.server.protocol import (
     BooleanField,
     CacheSaltField,
+    EncodedRequest,
     IntegerField,
     NamedPrompt,
-    RequestBody,
     StringField,
     TokenIdsField,
     invalid_field_error,
@@ -61,7 +61,7 @@ MAX_JOINED_LENGTH = MAX_BODY_BYTES
 _NAMES = FieldNames({"prompt": "items", "logprob_token_ids": "label_token_ids"})
 
 
-class ScoreRequest(RequestBody):
+class ScoreRequest(EncodedRequest):
     """The body of POST /v1/score, with the checks that need no engine."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -152,7 +152,8 @@ class ScoreEndpoints:
 
     async def _respond(self, parsed: ParsedScore, head: RequestHead) -> Response:
         request_body, params, prompts = parsed
-        shared = request_body.model_dump(include={"priority", "cache_salt"}, exclude_none=True)
+        names = {"priority", "cache_salt", *EncodedRequest.model_fields}
+        shared = request_body.model_dump(include=names, exclude_none=True)
         with _NAMES.rename_errors():
             requests = await generation.build_requests(
                 self._queue, parse_request(CompletionRequest, shared), prompts, params, head

@@ -29,6 +29,7 @@ from forge.server.body import read_json_body
 from forge.server.chat import ChatRequest, MessagesField, TemplateVariablesField, ToolsField
 from forge.server.protocol import (
     BooleanField,
+    EncodedRequest,
     RequestBody,
     StringField,
     missing_field_error,
@@ -43,7 +44,7 @@ CHAT_FIELDS = (
     *("messages", "tools", "add_generation_prompt", "continue_final_message"),
     "chat_template_kwargs",
 )
-"""Fields of /tokenize that are those of a chat."""
+"""Fields of /tokenize that only a chat has."""
 
 MAX_TEXT_CHARS = 2**20
 """Characters of a text for /tokenize: more than the longest context of a model."""
@@ -52,17 +53,14 @@ MAX_IDS = 2**18
 """Ids for /detokenize."""
 
 
-class TokenizeRequest(RequestBody):
-    """The body of POST /tokenize: a prompt, or the messages of a chat.
+class TokenizeRequest(EncodedRequest):
+    """The body of POST /tokenize: a prompt, or the messages of a chat, with the rules of each.
 
-    add_special_tokens   false: omit the ids that a checkpoint puts around every prompt. A chat has
-                         those that its template writes
-    return_token_strs    the answer has the tokens as the vocabulary writes them
+    return_token_strs   the answer has the tokens as the vocabulary writes them
     """
 
     model: StringField = None
     prompt: StringField = None
-    add_special_tokens: BooleanField = None
     return_token_strs: BooleanField = None
     messages: MessagesField = None
     tools: ToolsField = None
@@ -83,10 +81,7 @@ class TokenizeRequest(RequestBody):
                 "Give a prompt, or messages",
                 "conflicting_parameters",
             )
-        if self.add_special_tokens and tokenizer.encode(""):
-            raise InvalidRequest(
-                "add_special_tokens", "a chat's template writes the special tokens", "Leave it out"
-            )
+        given |= {name: getattr(self, name) for name in EncodedRequest.model_fields}
         return partial(parse_request(ChatRequest, given).render_prompt, tokenizer)
 
     def _prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[], list[int]]:
@@ -99,12 +94,7 @@ class TokenizeRequest(RequestBody):
                 "Send it in parts",
                 "string_too_long",
             )
-        encode = (
-            tokenizer.encode_without_special_tokens
-            if self.add_special_tokens is False
-            else tokenizer.encode
-        )
-        return partial(encode, self.prompt)
+        return partial(tokenizer.encode, self.prompt, **self.encoding)
 
 
 class DetokenizeRequest(RequestBody):

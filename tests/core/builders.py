@@ -62,7 +62,7 @@ def config(
 def scheduler(
     *,
     policy: Policy = FCFS,
-    stop_checker: Callable[[SamplingParams], StopChecker | None] = no_stop_checker,
+    stop_checker: Callable[[Request], StopChecker | None] = no_stop_checker,
     matcher: Callable[[SamplingParams], GrammarMatcher | None] = no_matcher,
     **numbers: Any,
 ) -> Scheduler:

@@ -23,7 +23,7 @@ from forge.errors import (
     PolicyError,
 )
 from forge.policy import FCFS, Candidate, PolicyContext, Split
-from forge.request import CachedTokens, Delta, FinishReason, SamplingParams
+from forge.request import CachedTokens, Delta, FinishReason, Request, SamplingParams
 from forge.sampling import choice_seed, mix
 from forge.scheduler import MAX_PREEMPTIONS, Scheduler
 from forge.seam import (
@@ -840,14 +840,14 @@ class StopAtToken:
 
 
 def test_a_checked_output_ends_when_its_stop_checker_says_so() -> None:
-    s = scheduler(stop_checker=lambda params: StopAtToken(9))
+    s = scheduler(stop_checker=lambda request: StopAtToken(9))
     s.add(request(0, prompt=[1]))
     assert step(s, 8)[1] == [Delta(0, 0, (8,))]
     assert step(s, 9)[1] == [Delta(0, 0, (9,), STOP)]
 
 
 def test_a_stop_checker_beats_length_and_an_end_id_beats_the_stop_checker() -> None:
-    s = scheduler(stop_checker=lambda params: StopAtToken(9))
+    s = scheduler(stop_checker=lambda request: StopAtToken(9))
     s.add(request(0, prompt=[1], max_tokens=1))
     s.add(request(1, prompt=[2], max_tokens=1, stop_token_ids=(9,)))
     assert step(s, 9)[1] == [Delta(0, 0, (9,), STOP), Delta(1, 0, (9,), STOP, stop_token=9)]
@@ -856,7 +856,7 @@ def test_a_stop_checker_beats_length_and_an_end_id_beats_the_stop_checker() -> N
 def test_every_choice_has_a_separate_stop_checker_and_it_survives_preemption() -> None:
     watches: list[StopAtToken] = []
 
-    def create_checker(params: SamplingParams) -> StopAtToken:
+    def create_checker(request: Request) -> StopAtToken:
         watches.append(StopAtToken(99))
         return watches[-1]
 
@@ -1297,7 +1297,7 @@ def test_choices_of_one_token_do_not_wait_for_a_sibling_that_ends(max_tokens: in
 def test_a_request_whose_stop_checker_cannot_be_made_leaves_nothing() -> None:
     calls: list[int] = []
 
-    def create_checker(params: SamplingParams) -> StopChecker | None:
+    def create_checker(request: Request) -> StopChecker | None:
         calls.append(1)
         if len(calls) == 2:
             raise ValueError("no checker")
@@ -1492,7 +1492,7 @@ class BrokenStopChecker:
 
 
 def test_a_stop_checker_that_fails_ends_its_request_alone() -> None:
-    s = scheduler(stop_checker=lambda params: BrokenStopChecker() if params.stop else None)
+    s = scheduler(stop_checker=lambda each: BrokenStopChecker() if each.params.stop else None)
     s.add(request(0, prompt=[1], stop="x"))
     s.add(request(1, prompt=[2]))
     assert step(s)[1] == [

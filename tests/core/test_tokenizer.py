@@ -134,14 +134,17 @@ def test_ascii_round_trips() -> None:
 @given(st.text(ANY_CHARACTER))
 def test_every_text_round_trips_and_gives_no_special_id(text: str) -> None:
     t = ByteTokenizer(("<|end|>", "<|user|>"))
-    tokens = t.encode(text)
+    tokens = t.encode(text, parse_special_tokens=False)
     assert t.decode(tokens) == text
     assert all(1 <= token <= 256 for token in tokens)
 
 
-def test_text_that_spells_a_special_token_is_plain_bytes() -> None:
-    t = ByteTokenizer(("<|end|>", "<|user|>"))
-    assert t.encode("<|end|><|user|>") == ids(b"<|end|><|user|>")
+def test_text_that_spells_a_special_token_is_plain_bytes_where_it_is_not_parsed() -> None:
+    t = ByteTokenizer(("<|end|>", "<|user|>", "<|end|>!"))
+    text = "a<|end|><|user|><|end|>!<|end|"
+    assert t.encode(text, parse_special_tokens=False) == ids(text.encode())
+    assert t.encode(text) == [*ids(b"a"), 0, 257, 258, *ids(b"<|end|")]
+    assert t.encode(text, add_special_tokens=False) == t.encode(text)
 
 
 def test_further_special_tokens_come_after_the_bytes() -> None:

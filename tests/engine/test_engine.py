@@ -343,7 +343,7 @@ def test_a_stop_string_ends_an_output(depth: int) -> None:
 class BrokenTokenizer(ByteTokenizer):
     """A tokenizer whose detokenizer fails at the first token."""
 
-    def create_detokenizer(self) -> ByteDetokenizer:
+    def create_detokenizer(self, previous: int | None = None) -> ByteDetokenizer:
         class Broken(ByteDetokenizer):
             def push(self, token: int) -> str:
                 raise ValueError("no text")

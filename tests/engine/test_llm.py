@@ -429,7 +429,6 @@ def test_bad_params_of_one_of_several_prompts_are_named() -> None:
         ([SamplingParams()] * 3, "params: 3 for 2 prompts. Give one, or one for each"),
         ([], "params: 0 for 2 prompts"),
         (5, "params[0]: "),
-        (None, "params[0]: "),
         ({"temperature": 0.0}, "params[0]: "),
         ([SamplingParams(), "x"], "params[1]: "),
         (
@@ -657,7 +656,7 @@ def test_a_generate_that_is_interrupted_while_it_decodes_takes_nothing_from_a_st
         def flush(self) -> str:  # at the end of the choice
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm.tokenizer, "create_detokenizer", InterruptedDetokenizer)
+    monkeypatch.setattr(llm.tokenizer, "create_detokenizer", lambda _: InterruptedDetokenizer())
     with pytest.raises(KeyboardInterrupt):
         llm.generate("batch", SamplingParams(max_tokens=3, ignore_eos=True))
     for delta in stream:

@@ -28,6 +28,7 @@ from forge.outputs import (
     merge_deltas,
 )
 from forge.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from forge.stop_strings import create_stop_checker
 from forge.tokenizer import ByteTokenizer, Detokenizer
 
 PIECES = (
@@ -78,7 +79,9 @@ class PieceTokenizer(ByteTokenizer):
     def token_bytes(self, token: int) -> bytes:
         return PIECES[token % len(PIECES)]
 
-    def create_detokenizer(self) -> Detokenizer:  # type: ignore[override]
+    def create_detokenizer(  # type: ignore[override]
+        self, previous: int | None = None
+    ) -> Detokenizer:
         return PieceDetokenizer(self)
 
 
@@ -89,6 +92,56 @@ def read_stream(params: SamplingParams, tokens: Sequence[int]) -> tuple[str, int
     deltas.append(Delta(0, 0, finish=FinishReason.STOP))
     texts = [processor.process(delta) for delta in deltas]
     return "".join(each.text for each in texts), texts[-1].stop_match.matched
+
+
+class PreviousDetokenizer:
+    """Decoder whose text begins with the token that it follows; token 1 is "a", and so on."""
+
+    def __init__(self, previous: int | None) -> None:
+        self._start = f"{previous} "
+
+    def push(self, token: int) -> str:
+        return self.extend((token,))
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        start = self._start if tokens else ""
+        self._start = "" if tokens else self._start
+        return start + "".join(chr(96 + token) for token in tokens)
+
+    def flush(self) -> str:
+        return ""
+
+
+class PreviousTokenizer(ByteTokenizer):
+    """A tokenizer whose texts show what they follow."""
+
+    def create_detokenizer(  # type: ignore[override]
+        self, previous: int | None = None
+    ) -> Detokenizer:
+        return PreviousDetokenizer(previous)
+
+
+@pytest.mark.parametrize(("begins_text", "previous"), [(False, "4"), (True, "None")])
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "ending"),
+    [((), 0, "abc"), (("ab",), 0, ""), (("4 a", "None a"), 0, None), (("4 a", "b"), 2, "a")],
+)
+def test_all_decoders_of_an_output_start_after_the_same_token(
+    begins_text: bool, previous: str, stop: tuple[str, ...], min_tokens: int, ending: str | None
+) -> None:
+    tokenizer = PreviousTokenizer()
+    params = SamplingParams(stop=stop, min_tokens=min_tokens)
+    request = Request(0, (3, 4), params, begins_text=begins_text)
+    delta = Delta(0, 0, (1, 2, 3), FinishReason.STOP)
+    streamed = OutputProcessor(request, tokenizer).process(delta)
+    batch = OutputBatch([request], tokenizer)
+    batch.extend([delta])
+    (choice,) = batch.outputs[0].choices
+    assert (choice.text, choice.stop_match) == (streamed.text, streamed.stop_match)
+    assert choice.text == ("" if ending is None else f"{previous} {ending}")
+    checker = create_stop_checker(tokenizer, request)
+    found = checker is not None and any(map(checker.feed, delta.tokens))
+    assert found == bool(stop)
 
 
 TEXTS = st.text(alphabet="ab é😀\ufffd", min_size=1, max_size=4)

@@ -30,7 +30,10 @@ from forge.models.hf.loading.checkpoint import (  # noqa: E402
     open_checkpoint,
     select_device,
 )
-from forge.models.hf.loading.checkpoint_files import weight_files  # noqa: E402
+from forge.models.hf.loading.checkpoint_files import (  # noqa: E402
+    read_sampling_defaults,
+    weight_files,
+)
 from forge.models.hf.loading.config_checks import refuse_unsupported  # noqa: E402
 from forge.models.hf.loading.end_tokens import EndToken  # noqa: E402
 from tests.hf.families import CONFIGS, FAMILIES, SMALL, create_module  # noqa: E402
@@ -201,15 +204,21 @@ def test_ends_are_those_of_both_files_with_their_origins(checkpoint_folder: Path
 
 
 def test_defaults_of_sampling_are_what_the_file_says(checkpoint_folder: Path) -> None:
-    change_json(
-        checkpoint_folder,
-        "generation_config.json",
-        temperature=0.6,
-        top_k=20,
-        top_p=None,
-        max_length=7,
-    )
-    assert open_folder(checkpoint_folder).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    file = checkpoint_folder / "generation_config.json"
+    fields = {"temperature": 0.6, "top_k": 20, "top_p": None, "max_length": 7, "do_sample": False}
+    change_json(checkpoint_folder, file.name, **fields, max_new_tokens=9)
+    expected = {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    assert read_sampling_defaults(checkpoint_folder, "auto").fields == expected
+    assert read_sampling_defaults(Path("elsewhere"), str(checkpoint_folder)).fields == expected
+    assert read_sampling_defaults(checkpoint_folder, "none").fields == {}
+    change_json(checkpoint_folder, file.name, top_p=1.5)
+    remedy = "Fix it, or start with --generation-config none"
+    with pytest.raises(InvalidConfig, match=f"generation_config: top_p of .*1.5.*{remedy}"):
+        read_sampling_defaults(checkpoint_folder, "auto")
+    file.unlink()
+    assert read_sampling_defaults(checkpoint_folder, "auto").fields == {}
+    with pytest.raises(InvalidConfig, match=r"has no generation_config.json. Give auto, none"):
+        read_sampling_defaults(checkpoint_folder, str(checkpoint_folder))
 
 
 def test_the_longest_sequence_is_at_most_the_checkpoints(checkpoints: Path) -> None:

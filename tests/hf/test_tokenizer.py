@@ -34,7 +34,7 @@ from forge.models.hf.tokenizer import (  # noqa: E402
     parse_decoding,
     share_components,
 )
-from forge.tokenizer import StopStringDetokenizer  # noqa: E402
+from forge.tokenizer import ChatEnd, StopStringDetokenizer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -187,7 +187,7 @@ def random_ids(tokenizer: HFTokenizer, seed: int, count: int) -> list[int]:
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 def test_text_comes_back(tokenizers_by_kind: dict[str, HFTokenizer], kind: str, text: str) -> None:
     tokenizer = tokenizers_by_kind[kind]
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text, parse_special_tokens=False)) == text
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -321,7 +321,7 @@ def test_names_of_special_tokens_in_a_text_are_text(
 ) -> None:
     tokenizer = tokenizers_by_kind[kind]
     text = "a <|end|> b <s> c<unk>"
-    tokens = tokenizer.encode(text)
+    tokens = tokenizer.encode(text, parse_special_tokens=False)
     assert set(tokens[1:]).isdisjoint(tokenizer._special_tokens)
     assert tokenizer.decode(tokens) == text
 
@@ -342,24 +342,24 @@ def test_bare_ids_are_those_of_a_prompt_without_what_is_around_it(
     tokenizers_by_kind: dict[str, HFTokenizer],
 ) -> None:
     tokenizer = tokenizers_by_kind["sentencepiece"]
-    assert [tokenizer.bos_id, *tokenizer.encode_without_special_tokens("was")] == tokenizer.encode(
-        "was"
-    )
-    assert tokenizers_by_kind["byte_level"].encode_without_special_tokens(
-        "was"
-    ) == tokenizers_by_kind["byte_level"].encode("was")
+    for text in ("was", "<s>was"):
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        assert [tokenizer.bos_id, *bare] == tokenizer.encode(text)
+    byte_level = tokenizers_by_kind["byte_level"]
+    assert byte_level.encode("was", add_special_tokens=False) == byte_level.encode("was")
 
 
 def test_a_prompt_is_the_ids_that_transformers_gives(tokenizer: HFTokenizer) -> None:
-    for text in TEXTS:
-        if "<" not in text:
-            assert tokenizer.encode(text) == tokenizer._fast_tokenizer(text)["input_ids"]
+    for text in (*TEXTS, "<s>was <|end|>fair<|end|>\n<s>", "<|end|> ", "a<s"):
+        for added in (True, False):
+            expected = tokenizer._fast_tokenizer(text, add_special_tokens=added)["input_ids"]
+            assert tokenizer.encode(text, add_special_tokens=added) == expected
 
 
 def test_a_lone_surrogate_is_refused_as_the_protocol_says(tokenizer: HFTokenizer) -> None:
-    for encode in (tokenizer.encode, tokenizer.encode_rendered):
+    for parse_special_tokens in (True, False):
         with pytest.raises(UnicodeEncodeError):
-            encode("a\ud800b")
+            tokenizer.encode("a\ud800b", parse_special_tokens=parse_special_tokens)
 
 
 def test_a_prompt_is_not_cut_at_a_length_that_the_file_names(tmp_path: Path) -> None:
@@ -410,9 +410,11 @@ def test_a_chat_is_rendered_by_the_template_and_its_names_become_special_ids(
     assert tokenizer.chat_template == VALID_TEMPLATE
     text = tokenizer.render([{"role": "user", "content": "was"}])
     assert text == "<s>user: was<|end|>"
-    tokens = tokenizer.encode_rendered(text)
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "was"}], ChatEnd.END_OF_MESSAGE, {}
+    )
     assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_token)
-    assert tokenizer.eos_token not in tokenizer.encode(text)
+    assert tokenizer.eos_token not in tokenizer.encode(text, parse_special_tokens=False)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ LLM_AND_BELOW = (
     | {"kv_event_options", "kv_event_wire", "kv_publisher", "load_report"}
     | {"film.*", "film_attachment", "recorder_chain"}
     | {"deferred_interrupt", "engine_options", "policy_loader", "timings", "timings_recorder"}
+    | {"sampling_defaults"}
     | {"models.*", "llm", "async_llm", "rank_start", "ranks.*", "replay_run"}
 )
 
@@ -77,6 +78,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "request": {"errors", "schema_keywords", "timings"},
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
+    "sampling_defaults": {"errors", "request"},
     "deferred_interrupt": set(),
     "pause": set(),
     "pause_state": {"errors", "pause", "request", "sessions"},
@@ -143,11 +145,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     "models.*": {
         *("errors", "config", "request", "seam", "sampling", "acceptance", "tokenizer"),
-        *("cpu_count", "models.*", "ranks.*", "start_log", "tier_options", "version", "weights"),
-        "failure_log",
+        *("cpu_count", "failure_log", "models.*", "ranks.*", "sampling_defaults", "start_log"),
+        *("tier_options", "version", "weights"),
     },
     "models.hf.kv_cache_pool": {"blocks", "errors", "models.*", "seam"},
-    "outputs": {"request", "timings", "tokenizer"},
+    "outputs": {"request", "stop_strings", "timings", "tokenizer"},
     "progress": {"outputs"},
     "chat_prompts": {"errors", "tokenizer"},
     "kv_event_wire": {"errors", "kv_events"},
@@ -186,9 +188,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "engine_process": ENGINE_AND_BELOW
     | {"engine_loop", "engine_messages", "engine_options", "engine_thread", "log"}
     | {"models.*", "policy_loader", "start_log"}
-    | {"rank_start", "ranks.*"},
+    | {"rank_start", "ranks.*", "sampling_defaults"},
     "log": set(),
-    "async_llm": ENGINE_AND_BELOW | HOSTS | {"engine_options", "llm", "load_report", "outputs"},
+    "async_llm": ENGINE_AND_BELOW
+    | HOSTS
+    | {"engine_options", "llm", "load_report", "outputs", "sampling_defaults"},
     "trainer_access": {"errors", "weights"},
     "server.*": LLM_AND_BELOW
     | {"__init__", "grammar_sandbox", "limits", "server.*", "trainer_access"},

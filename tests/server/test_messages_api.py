@@ -130,7 +130,7 @@ def set_script(server: RunningServer, script: str, **fields: Any) -> dict[str, A
     tokenizer, model = ByteTokenizer(), server.llm.engine.model
     request_body = parse_request(MessagesRequest, build_body(**fields))
     prompt = request_body.translate().request_body.render_prompt(tokenizer)
-    tokens = [*tokenizer.encode(script), tokenizer.eos_token]
+    tokens = [*tokenizer.encode(script, parse_special_tokens=False), tokenizer.eos_token]
     assert isinstance(model, ScriptedHashModel)
     model.script = {(*prompt, *tokens[:i]): token for i, token in enumerate(tokens)}
     return fields

@@ -136,7 +136,7 @@ def set_script(server: RunningServer, script: str, **fields: Any) -> dict[str, A
     request_body = parse_request(ResponsesRequest, body)
     chat_body = request_body.translate([], parse_input(body["input"])).request_body
     prompt = chat_body.render_prompt(tokenizer)
-    tokens = [*tokenizer.encode(script), tokenizer.eos_token]
+    tokens = [*tokenizer.encode(script, parse_special_tokens=False), tokenizer.eos_token]
     assert isinstance(model, ScriptedHashModel)
     model.script = {(*prompt, *tokens[:i]): token for i, token in enumerate(tokens)}
     return body

@@ -282,7 +282,7 @@ def test_a_server_that_is_about_to_end_is_alive_and_not_ready(app: Starlette) ->
 @given(text=st.text(ANY_CHARACTER))
 @settings(max_examples=30, deadline=None)
 def test_tokens_of_a_text_are_its_text_again(app: Starlette, text: str) -> None:
-    body = post(app, "/tokenize", prompt=text).json()
+    body = post(app, "/tokenize", prompt=text, parse_special_tokens=False).json()
     assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), 256)
     assert post(app, "/detokenize", tokens=body["tokens"]).json() == {"prompt": text}
 
@@ -295,6 +295,33 @@ def test_tokens_are_those_that_a_completion_counts(app: Starlette) -> None:
     assert post(app, "/generate", prompt=tokens, **GREEDY).json()["token_ids"] == body["token_ids"]
     bare = post(app, "/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
     assert bare == tokens, "nothing is around a prompt of this model"
+
+
+def test_names_of_special_tokens_are_parsed_in_prompts_and_not_in_chats(app: Starlette) -> None:
+    text = "a<|end|>b"
+    parsed, plain = [98, 0, 99], [byte + 1 for byte in text.encode()]
+    for fields, expected in (
+        ({}, parsed),
+        ({"parse_special_tokens": True}, parsed),
+        ({"parse_special_tokens": False}, plain),
+    ):
+        assert post(app, "/tokenize", prompt=text, **fields).json()["tokens"] == expected
+        body = {"prompt": text, "max_tokens": 1, **fields}
+        answer = post(app, "/v1/completions", **body, return_token_ids=True).json()
+        assert answer["choices"][0]["prompt_token_ids"] == expected
+        assert post(app, "/generate", **body).json()["prompt_tokens"] == len(expected)
+        scored = {"query": "a<|e", "items": ["nd|>b"], "label_token_ids": [5], **fields}
+        usage = post(app, "/v1/score", **scored).json()["usage"]
+        assert usage["prompt_tokens"] == len(expected)
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    for path in ("/v1/chat/completions", "/invocations"):
+        body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+        ids = post(app, path, **body, parse_special_tokens=False).json()["prompt_token_ids"]
+        assert 0 not in ids and ids == post(app, "/tokenize", messages=messages).json()["tokens"]
+        answer = post(app, path, **body, parse_special_tokens=True)
+        check_envelope(answer, 400, "parse_special_tokens", "unsupported_parameter")
+    answer = post(app, "/tokenize", messages=messages, parse_special_tokens=True)
+    check_envelope(answer, 400, "parse_special_tokens", "unsupported_parameter")
 
 
 @pytest.mark.parametrize(

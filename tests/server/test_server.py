@@ -1241,7 +1241,7 @@ def test_a_stream_that_fails_before_its_first_event_has_a_status() -> None:
 class FailingTokenizer(ByteTokenizer):
     """A tokenizer with a bug."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **encoding: bool) -> list[int]:
         raise RuntimeError("secret detail")
 
 

@@ -11,7 +11,7 @@ from forge.async_llm import AsyncLLM
 from forge.errors import InvalidConfig
 from forge.request import Reasoning
 from forge.server.chat_formats import find_chat_formats
-from forge.server.forced_end import encode_marked, find_end_ids
+from forge.server.forced_end import find_end_ids
 from forge.server.reasoning import HARMONY, REASONING_FORMATS, THINK, num_open_tokens
 from forge.tokenizer import ByteTokenizer
 from tests.server.test_server import RunningServer, check_envelope, open_server
@@ -164,7 +164,7 @@ def test_a_prompt_without_reasoning_has_no_budget_and_one_inside_it_has_spent_so
 
 def test_a_marker_that_is_a_special_token_is_forced_as_that_token() -> None:
     tokenizer = ByteTokenizer(("<|end|>", "<think>", "</think>"))
-    assert encode_marked(tokenizer, "a</think>") == [98, 258]
+    assert tokenizer.encode("a</think>") == [98, 258]
     assert find_end_ids(tokenizer, THINK, None) == (258,)
     text = '{"reasoning_end_str": "So.</think>"}'
     assert find_end_ids(tokenizer, THINK, text) == (*tokenizer.encode("So."), 258)
@@ -177,8 +177,8 @@ def test_a_marker_that_is_a_special_token_is_forced_as_that_token() -> None:
 class UpperCaseTokenizer(ByteTokenizer):
     """A tokenizer that does not keep the text of a marker."""
 
-    def encode(self, text: str) -> list[int]:
-        return super().encode(text.upper())
+    def encode(self, text: str, **encoding: bool) -> list[int]:
+        return super().encode(text.upper(), **encoding)
 
 
 def test_a_marker_that_a_tokenizer_does_not_keep_ends_no_reasoning_and_no_start_of_a_server() -> (

@@ -199,7 +199,7 @@ def calls_in(events: Sequence[OutputEvent]) -> list[tuple[str, Any]]:
 def first_misfit(grammar: str, text: str) -> str | None:
     """Return the text from the first token that the grammar does not allow; None: all fits."""
     matcher = STRUCTURES.create_matcher(Structure.grammar(grammar), allow_end=True)
-    tokens = VOCABULARY.encode(text)
+    tokens = VOCABULARY.encode(text, parse_special_tokens=False)
     for at, token in enumerate(tokens):
         if not matcher.mask[token >> 3] >> (token & 7) & 1:
             return VOCABULARY.decode(tokens[at:]) or "?"

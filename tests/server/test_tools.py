@@ -129,7 +129,7 @@ def set_script(server: RunningServer, script: str, **fields: Any) -> dict[str, A
     body = {"model": "hash", "messages": USER, "tools": TOOLS, "temperature": 0, **fields}
     tokenizer, model = ByteTokenizer(), server.llm.engine.model
     prompt = parse_request(ChatRequest, body).render_prompt(tokenizer)
-    tokens = [*tokenizer.encode(script), tokenizer.eos_token]
+    tokens = [*tokenizer.encode(script, parse_special_tokens=False), tokenizer.eos_token]
     assert isinstance(model, ScriptedHashModel)
     model.script = {(*prompt, *tokens[:i]): token for i, token in enumerate(tokens)}
     return body
@@ -693,7 +693,7 @@ def grammar_allows(text: str, form: ToolCallFormat, fewest: int, max_calls: int 
         ToolGrammarBuilder(form, {}).build_grammar(FUNCTIONS, fewest, max_calls)
     )
     matcher = STRUCTURES.create_matcher(structure, allow_end=True)
-    tokens = [*VOCABULARY.encode(text), 0]
+    tokens = [*VOCABULARY.encode(text, parse_special_tokens=False), 0]
     for index, token in enumerate(tokens):
         if not matcher.mask[token >> 3] >> (token & 7) & 1:
             return False

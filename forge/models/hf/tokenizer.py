@@ -31,7 +31,7 @@ import transformers
 
 from forge.errors import InvalidConfig, InvalidRequest, one_line
 from forge.models.hf.progress import silence_transformers
-from forge.tokenizer import ChatEnd, ChatMessage, check_chat_length
+from forge.tokenizer import ChatEnd, ChatMessage, check_chat_length, match_any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which any one makes a tokenizer."""
@@ -57,6 +57,12 @@ VISIBLE_SPECIAL_TOKENS = frozenset(
     }
 )
 """Special tokens that are decoded to text: reasoning and tool calls are parsed from it."""
+SPOKEN_KEYS = ("content", "reasoning", "reasoning_content", "thinking")
+"""Keys of an assistant's message in which the names of VISIBLE_SPECIAL_TOKENS are tokens.
+
+The model wrote them there as tokens, and their text came from decoding. They mark reasoning and
+calls within a message, and can neither end it nor begin another.
+"""
 CHANNEL_TOKENS = frozenset(
     {"<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"}
 )
@@ -104,10 +110,10 @@ class HFTokenizer:
         self._skipped_tokens = {
             token: name for token, name in self._special_tokens.items() if name not in visible
         }
-        names = sorted(filter(None, self._special_tokens.values()), key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        # Every character at which a name starts, also inside another name.
-        self._special_starts = re.compile(f"(?=(?:{self._special_pattern.pattern}))(.)", re.DOTALL)
+        names = set(self._special_tokens.values())
+        self._special_pattern = re.compile(match_any(names))
+        self._special_starts = _compile_starts(names)
+        self._hidden_starts = _compile_starts(names - VISIBLE_SPECIAL_TOKENS)
         self._vocab_size = 1 + max(self._text_tokenizer.get_vocab(with_added_tokens=True).values())
         self._decoding = parse_decoding(self._text_tokenizer.decoder)
         self._pieces = _PieceCache(
@@ -219,20 +225,19 @@ class HFTokenizer:
             template = template.get("tool_use", template.get("default"))
         return template if isinstance(template, str) else None
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, with those that the checkpoint adds to a prompt, such as BOS.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the ids of a prompt. Raise UnicodeEncodeError on a lone surrogate.
 
-        A special token's name in the text is plain text, unless the vocabulary also has it as a
-        word, which BPE never has. Raise UnicodeEncodeError on a lone surrogate.
+        add_special_tokens     with those that the checkpoint adds to a prompt, such as BOS: also
+                               where the text begins with its name, as transformers does
+        parse_special_tokens   the name of a special token is that token; False: plain text, unless
+                               the vocabulary also has it as a word, which BPE never has
         """
         text.encode()
-        ids: list[int] = self._text_tokenizer.encode(text).ids
-        return ids
-
-    def encode_without_special_tokens(self, text: str) -> list[int]:
-        """Return the ids of a text alone, without BOS and the like."""
-        text.encode()
-        ids: list[int] = self._text_tokenizer.encode(text, add_special_tokens=False).ids
+        backend = self._template_tokenizer if parse_special_tokens else self._text_tokenizer
+        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -246,9 +251,13 @@ class HFTokenizer:
         num_spaces = len(text) - len(text.lstrip(" "))
         return text[min(num_spaces, self.num_stripped_spaces) :]
 
-    def create_detokenizer(self) -> HFDetokenizer:
-        """Return a new incremental decoder."""
-        return HFDetokenizer(self)
+    def create_detokenizer(self, previous: int | None = None) -> HFDetokenizer:
+        """Return a new incremental decoder.
+
+        previous   token before the decoded ones. After none, and after a special one, they begin a
+                   text, whose first space SentencePiece does not have
+        """
+        return HFDetokenizer(self, previous in self._special_tokens or previous is None)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token inside a text; for a special token its name."""
@@ -273,21 +282,34 @@ class HFTokenizer:
         """Return the ids of the messages as the checkpoint's template renders them.
 
         A special token's name is that token where the template wrote it. In a message or a tool's
-        definition it is plain text, as in a prompt. BOS is added by the template only. Raise
-        InvalidRequest, and UnicodeEncodeError on a lone surrogate.
+        definition it is plain text, but for VISIBLE_SPECIAL_TOKENS in what the assistant said:
+        templates search it for them. BOS is added by the template only. Raise InvalidRequest, and
+        UnicodeEncodeError on a lone surrogate.
         """
         text = self.render(
-            [self._break_special_names(message) for message in messages],
+            [self._break_message(message) for message in messages],
             end,
-            self._break_special_names(variables),
+            self._break_special_names(variables, self._special_starts),
         )
         check_chat_length(text)
         tokens: list[int] = []
         for part in self._split_marked(text):
             tokens += (
-                self._encode_marked(part) if BREAK_MARK in part else self.encode_rendered(part)
+                self._encode_marked(part)
+                if BREAK_MARK in part
+                else self.encode(part, add_special_tokens=False)
             )
         return tokens
+
+    def _break_message(self, message: ChatMessage) -> Any:
+        """Return the message with names of special tokens broken, as its role and keys say."""
+        spoken = SPOKEN_KEYS if message.get("role") == "assistant" else ()
+        return {
+            self._break_special_names(key, self._special_starts): self._break_special_names(
+                value, self._hidden_starts if key in spoken else self._special_starts
+            )
+            for key, value in message.items()
+        }
 
     def _encode_marked(self, part: str) -> list[int]:
         """Return the ids of a part that contains BREAK_MARK."""
@@ -302,18 +324,18 @@ class HFTokenizer:
         # Unigram takes a special token's name for a word. No piece has a whole name.
         return [token for piece in part.split(BREAK_MARK) for token in encode(piece)]
 
-    def _break_special_names(self, value: Any) -> Any:
-        """Return the value with every special token's name in its texts broken by BREAK_MARK."""
+    def _break_special_names(self, value: Any, starts: re.Pattern[str]) -> Any:
+        """Return the value with names in its texts broken by BREAK_MARK after these starts."""
         if isinstance(value, str):
             value.encode()  # Raises for a surrogate, so every BREAK_MARK is added here.
-            return self._special_starts.sub(rf"\1{BREAK_MARK}", value)
+            return starts.sub(rf"\1{BREAK_MARK}", value)
         if isinstance(value, Mapping):
             return {
-                self._break_special_names(key): self._break_special_names(inner)
+                self._break_special_names(key, starts): self._break_special_names(inner, starts)
                 for key, inner in value.items()
             }
         return (
-            [self._break_special_names(inner) for inner in value]
+            [self._break_special_names(inner, starts) for inner in value]
             if isinstance(value, list | tuple)
             else value
         )
@@ -369,16 +391,6 @@ class HFTokenizer:
             ) from None
         return str(text)
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat.
-
-        Names of special tokens are those tokens; nothing is added.
-        Raise UnicodeEncodeError on a lone surrogate.
-        """
-        text.encode()
-        ids: list[int] = self._template_tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
     def is_skipped(self, token: int) -> bool:
         """Return whether the token has no text: it is special, or no token."""
         return token in self._skipped_tokens or not 0 <= token < self._vocab_size
@@ -425,6 +437,11 @@ def share_components(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return shared
 
 
+def _compile_starts(names: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of every character at which a name starts, also inside another name."""
+    return re.compile(f"(?=(?:{match_any(names)}))(.)", re.DOTALL)
+
+
 class _PieceCache(dict[int, bytes]):
     """Bytes of each token inside a text, decoded when first read; b"" for a skipped token."""
 
@@ -442,14 +459,17 @@ class _PieceCache(dict[int, bytes]):
 
 
 class HFDetokenizer:
-    """Incremental decoder of one output: each character is returned with its last byte."""
+    """Incremental decoder of one output: each character is returned with its last byte.
 
-    def __init__(self, tokenizer: HFTokenizer) -> None:
+    begins_text   the output begins a text, and does not continue one
+    """
+
+    def __init__(self, tokenizer: HFTokenizer, begins_text: bool = True) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._has_incomplete = False
-        self._spaces_to_strip = tokenizer.num_stripped_spaces
-        self._has_started = False
+        self._spaces_to_strip = tokenizer.num_stripped_spaces if begins_text else 0
+        self._has_started = not begins_text
 
     def push(self, token: int) -> str:
         """Return the text that is complete after this token."""

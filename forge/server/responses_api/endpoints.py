@@ -171,7 +171,7 @@ class ResponsesEndpoints:
         response_head = {
             "created_at": int(time.time()),
             "model": self._served_model.name,
-            **request_body.echo(),
+            **request_body.echo(self._queue.llm.get_default_sampling_params()),
         }
         encoded_head = encode_object(response_head)
         if not is_stored:

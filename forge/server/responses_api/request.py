@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, SkipValidation
 
 from forge.errors import InvalidRequest
+from forge.request import SamplingParams
 from forge.server.chat import REASONING_EFFORTS
 from forge.server.chat_fields import ChatFields, TranslatedChat, build_chat
 from forge.server.errors import excerpt
@@ -261,8 +262,11 @@ class ResponsesRequest(ChatFields):
         json_schema = {key: text_format[key] for key in text_format.keys() - {"type"}}
         return {"type": "json_schema", "json_schema": json_schema}
 
-    def echo(self) -> dict[str, Any]:
-        """Return the fields of the response that repeat those of the request."""
+    def echo(self, defaults: SamplingParams) -> dict[str, Any]:
+        """Return the fields of the response that repeat those of the request.
+
+        defaults   parameters of requests that leave them out
+        """
         text: Mapping[str, Any] = self.text or {}
         reasoning: Mapping[str, Any] = self.reasoning or {}
         return {
@@ -277,12 +281,12 @@ class ResponsesRequest(ChatFields):
             "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": defaults.temperature if self.temperature is None else self.temperature,
             "text": {"format": text.get("format") or {"type": "text"}},
             "tool_choice": "auto" if self.tool_choice is None else self.tool_choice,
             "tools": [_echo_tool(tool) for tool in self.tools or ()],
             "top_logprobs": 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": defaults.top_p if self.top_p is None else self.top_p,
             "truncation": "disabled",
             "user": self.user,
         }

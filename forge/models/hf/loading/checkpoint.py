@@ -45,8 +45,6 @@ from forge.models.hf.loading.tensor_plan import (
 )
 from forge.models.hf.progress import log_phase, show_progress, silence_transformers
 
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields of generation_config.json that SamplingParams has too."""
 
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
@@ -70,15 +68,14 @@ class CheckpointSummary(NamedTuple):
 class Checkpoint(NamedTuple):
     """Checkpoint of a model that can be loaded.
 
-    name                name in the request to open it
-    folder              folder of its files
-    config              its configuration, of transformers
-    module_class        class of transformers that holds the weights
-    dtype               dtype that the module computes in
-    vocab_size          width of the logits
-    ends                tokens that its files name as ends of an output, the preferred one first
-    max_model_len       positions that the model was made for, or None where unknown
-    sampling_defaults   fields of generation_config.json, under the names of SamplingParams
+    name            name in the request to open it
+    folder          folder of its files
+    config          its configuration, of transformers
+    module_class    class of transformers that holds the weights
+    dtype           dtype that the module computes in
+    vocab_size      width of the logits
+    ends            tokens that its files name as ends of an output, the preferred one first
+    max_model_len   positions that the model was made for, or None where unknown
     """
 
     name: str
@@ -89,7 +86,6 @@ class Checkpoint(NamedTuple):
     vocab_size: int
     ends: tuple[EndToken, ...]
     max_model_len: int | None
-    sampling_defaults: dict[str, float]
 
     def summary(self) -> CheckpointSummary:
         """Return what is still needed when the weights are loaded."""
@@ -167,11 +163,6 @@ def open_checkpoint(
             ]
         ),
         max_positions if type(max_positions) is int and max_positions > 0 else None,
-        {
-            key: generation[key]
-            for key in SAMPLING_FIELDS
-            if type(generation.get(key)) in (int, float)
-        },
     )
 
 

@@ -23,6 +23,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from forge.errors import InvalidConfig, one_line
+from forge.sampling_defaults import NO_SAMPLING_DEFAULTS, SamplingDefaults
 
 DESCRIPTION_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 WEIGHT_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
@@ -30,6 +31,7 @@ WEIGHT_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 OTHER_FORMATS = {
     "*.gguf": "a GGUF file, which is not served",
@@ -108,6 +110,25 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         refuse_model(f"{folder / name} holds no JSON object", "Fetch it again")
     return value
+
+
+def read_sampling_defaults(folder: Path, source: str) -> SamplingDefaults:
+    """Return the sampling parameters of a generation_config.json. Raise InvalidConfig.
+
+    folder   the checkpoint's, which may have no such file
+    source   the option: auto, none, or another folder
+    """
+    if source != "auto":
+        folder = Path(source).expanduser()
+    if source == "none" or (source == "auto" and not (folder / GENERATION_FILE).exists()):
+        return NO_SAMPLING_DEFAULTS
+    if not (folder / GENERATION_FILE).is_file():
+        raise InvalidConfig(
+            "generation_config",
+            f"{source[:64]!r} has no {GENERATION_FILE}",
+            "Give auto, none, or a folder with one",
+        )
+    return SamplingDefaults.from_generation_config(read_json(folder, GENERATION_FILE))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from forge.models.hf.loading.checkpoint import (
     open_checkpoint,
     select_device,
 )
+from forge.models.hf.loading.checkpoint_files import read_sampling_defaults
 from forge.models.hf.loading.decoder_loader import load_decoder
 from forge.models.hf.loading.end_tokens import log_end_tokens
 from forge.models.hf.loading.kernel_selection import compile_missing_modules
@@ -75,6 +76,9 @@ def open_pair(
             target = resolve_model_spec(name, overrides, options, device)
             log_end_tokens(target.ends, target.tokenizer, target.checkpoint.vocab_size)
             log_template_error(target.tokenizer)
+            sampling_defaults = read_sampling_defaults(
+                target.checkpoint.folder, options.generation_config
+            )
             config_fields = target.config_fields
             checkpoint = open_checkpoint(
                 draft_name, dtype=options.dtype, device=device, load_format=options.load_format
@@ -140,7 +144,8 @@ def open_pair(
         missing = loaded.prefill._replace(to_compile=tuple(modules))
         with freeze_gc(), compile_missing_modules(missing):
             yield LoadedModel(
-                name, model, target.tokenizer, config, str(device), host_memory.disk_keys
+                *(name, model, target.tokenizer, config, str(device), host_memory.disk_keys),
+                sampling_defaults,
             )
 
 

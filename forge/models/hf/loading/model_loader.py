@@ -40,7 +40,11 @@ from forge.models.hf.decoders.interface import Decoder
 from forge.models.hf.decoders.module_decoder import register_attention
 from forge.models.hf.kv_cache import KVCache, KVCacheSpec
 from forge.models.hf.loading.checkpoint import import_modelling, select_device
-from forge.models.hf.loading.checkpoint_files import DESCRIPTION_PATTERNS, find_checkpoint_folder
+from forge.models.hf.loading.checkpoint_files import (
+    DESCRIPTION_PATTERNS,
+    find_checkpoint_folder,
+    read_sampling_defaults,
+)
 from forge.models.hf.loading.decoder_loader import load_decoder, load_recorded_decoder
 from forge.models.hf.loading.decoder_record import (
     DecoderRecord,
@@ -320,6 +324,7 @@ def open_model(
             device = select_device(options.device)
             with silence_transformers():
                 folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
+            sampling_defaults = read_sampling_defaults(folder, options.generation_config)
             key = None
             if partition.records_starts():
                 key = find_key(folder, overrides, options, device)
@@ -353,7 +358,10 @@ def open_model(
                     loaded, config, eos_token, device, host_memory=host_memory, partition=partition
                 )
         with freeze_gc(), compile_missing_modules(loaded.prefill):
-            yield LoadedModel(name, model, tokenizer, config, str(device), host_memory.disk_keys)
+            yield LoadedModel(
+                *(name, model, tokenizer, config, str(device), host_memory.disk_keys),
+                sampling_defaults,
+            )
 
 
 def create_model(
