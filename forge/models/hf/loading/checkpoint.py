@@ -45,7 +45,6 @@ from forge.models.hf.loading.tensor_plan import (
 )
 from forge.models.hf.progress import log_phase, show_progress, silence_transformers
 
-
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
 """Standard deviation of random weights: that of most models before training."""
