@@ -62,6 +62,9 @@ class ToolCallFormat(NamedTuple):
     other_marks      texts that it does not contain, none of them
     trigger          text after which an answer must continue with a call; "" where only the
                      beginning of a call shows that
+    trigger_rest     text that must follow the trigger within a line, so that a sentence may mention
+                     it; "": the trigger begins a call anywhere. A trigger that is a special token
+                     does so as well
     begin            text before the first call
     other_trigger    another text after which an answer must continue with a call, because models of
                      the family sometimes write it; "": there is none
@@ -87,6 +90,7 @@ class ToolCallFormat(NamedTuple):
     call_suffix: str = "}"
     parameters: ParameterSyntax | None = None
     first_char: str = "{"
+    trigger_rest: str = ""
     other_trigger: str = ""
     other_begin: str = ""
     id_prefix: str = "call_"
@@ -127,6 +131,7 @@ HERMES = ToolCallFormat(
     template_marks=("<tool_call>", '"arguments"'),
     other_marks=("<function=", "<arg_key>", "<tool_sep>"),
     trigger="<tool_call>",
+    trigger_rest="\n",
     begin="<tool_call>\n",
     separator="\n</tool_call>\n<tool_call>\n",
     end="\n</tool_call>",
@@ -171,7 +176,7 @@ GRANITE = ToolCallFormat(
     begin="<|tool_call|>[",
     separator=", ",
     end="]",
-    other_trigger="<tool_call>",
+    other_trigger="<tool_call>[",
     other_begin="<tool_call>[",
 )
 LLAMA = ToolCallFormat(

@@ -160,7 +160,10 @@ class ToolGrammarBuilder:
         ]
 
     def _build_auto_rules(self, tools: Sequence[CallableTool]) -> list[str]:
-        """Return rules for text, or text up to a call: a lazy lexeme ends where a call begins."""
+        """Return rules for text, or text up to a call: a lazy lexeme ends where a call begins.
+
+        A call begins after whole lines, or where a trigger and what must follow it are in a line.
+        """
         call_format, write = self._format, self._terminals.write
         starts, lines = ["TEXT"], ["TEXT: /(?s:.*)/"]
         if not call_format.trigger:
@@ -168,16 +171,22 @@ class ToolGrammarBuilder:
                 head, comma, rest = call_format.call_prefix(tool.name).partition(", ")
                 starts.append(f"sign{index} {write(comma + rest)} rest{index} more")
                 lines.append(f"sign{index}[lazy]: TEXT {json.dumps(call_format.begin + head)}")
-        for rule, trigger, begin in (
-            ("sign", call_format.trigger, call_format.begin),
-            ("other", call_format.other_trigger, call_format.other_begin),
-        ):
+        trigger, begin = call_format.trigger, call_format.begin
+        signs = [
+            ("sign", "TEXT", trigger, begin),
+            ("other", "TEXT", call_format.other_trigger, call_format.other_begin),
+        ]
+        if call_format.trigger_rest and trigger not in self._terminals.special_ids:
+            lines.append("LINES: /((?s:.*)\\n)?/")
+            signs[0] = ("sign", "LINES", trigger, begin)
+            signs.append(("within", "TEXT", trigger + call_format.trigger_rest, begin))
+        for rule, text, trigger, begin in signs:
             if not trigger:
                 continue
-            sign = f"TEXT {write(trigger)}"
+            sign = f"{text} {write(trigger)}"
             if trigger not in self._terminals.special_ids:
                 sign = rule
-                lines.append(f"{rule}[lazy]: TEXT {json.dumps(trigger)}")
+                lines.append(f"{rule}[lazy]: {text} {json.dumps(trigger)}")
             for index, tool in enumerate(tools):
                 prefix = (begin + call_format.call_prefix(tool.name)).removeprefix(trigger)
                 starts.append(f"{sign} {write(prefix)} rest{index} more")

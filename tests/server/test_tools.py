@@ -747,7 +747,8 @@ def test_a_grammar_allows_calls_that_fit_and_nothing_else(form: ToolCallFormat) 
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        (HERMES, "So <tool_call>x"),
+        (HERMES, "So\n<tool_call>x"),
+        (HERMES, "So <tool_call>\nx"),
         (MISTRAL, "[TOOL_CALLS]x"),
         (LLAMA, 'So {"name": "weather", "x'),
         (LLAMA, '{"name": "weather"}'),
@@ -755,6 +756,16 @@ def test_a_grammar_allows_calls_that_fit_and_nothing_else(form: ToolCallFormat) 
 )
 def test_a_call_that_has_started_continues_as_one(form: ToolCallFormat, text: str) -> None:
     assert not grammar_allows(text, form, 0)
+
+
+@pytest.mark.parametrize("text", ["Use `<tool_call>` now", "a\n <tool_call>", "<tool_call", "\n"])
+@pytest.mark.parametrize("form", [HERMES, QWEN3_CODER])
+def test_a_sentence_may_mention_the_word_that_begins_a_call(
+    form: ToolCallFormat, text: str
+) -> None:
+    """A template writes it at the beginning of a line, and a line break after it."""
+    assert grammar_allows(text, form, 0)
+    assert parse_text(form, [text]) == [TextPiece(text)]
 
 
 def test_remarks_of_a_schema_are_for_the_model_alone(server: RunningServer) -> None:
