@@ -82,7 +82,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one .venv at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
-.PHONY: test-long test-all stress tier-seeds reasoning-seeds schema-seeds framing-seeds test-soak test-fuzz test-clients test-peers test-torch test-gpu
+.PHONY: test-long test-all stress tier-seeds reasoning-seeds schema-seeds tool-seeds framing-seeds
+.PHONY: test-soak test-fuzz test-clients test-peers test-torch test-gpu
 .PHONY: test-oldest test-oldest-apis test-ray resolve model-classes site soak-server
 
 help: ## list these targets
@@ -150,6 +151,10 @@ reasoning-seeds: $(VENV)/dev.stamp ## run N=2500 random worlds of four JSON sche
 schema-seeds: N := 20000
 schema-seeds: $(VENV)/dev.stamp ## run N=20000 random JSON schemas with texts that try to leave them; prints counts
 	$(BIN)/python -m tests.tools.schema_seeds --seeds $(N) $(ARGS)
+
+tool-seeds: N := 20000
+tool-seeds: $(VENV)/dev.stamp ## run N=20000 random lists of tools in every format of calls; prints counts
+	$(BIN)/python -m tests.tools.schema_seeds --worlds tool --seeds $(N) $(ARGS)
 
 framing-seeds: N := 100000
 framing-seeds: $(VENV)/dev.stamp ## send N=100000 random requests over connections; prints counts

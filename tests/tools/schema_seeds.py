@@ -1,10 +1,12 @@
 """Runs random JSON schemas with texts that try to leave them, and counts how the outputs ended.
 
     python -m tests.tools.schema_seeds --seeds 20000 --json bench/results/schema-seeds.json
+    python -m tests.tools.schema_seeds --worlds tool --json bench/results/tool-seeds.json
 
-A world has a schema and two outputs (tests/core/schema_worlds.py). jsonschema, which must be
-installed, and a parser that refuses repeated names check each complete output. The exit status is
-1 when a world failed: `failed` has its seed and the reason.
+A world has a schema and two outputs (tests/core/schema_worlds.py), or tools in one format of calls
+and two answers (tests/server/tool_worlds.py). jsonschema, which must be installed, and a parser
+that refuses repeated names check each complete output. The exit status is 1 when a world failed:
+`failed` has its seed and the reason.
 """
 
 from __future__ import annotations
@@ -14,16 +16,21 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from forge.bench.result_file import create_result, write_json
-from tests.core.schema_worlds import run_world
+from tests.core import schema_worlds
+from tests.server import tool_worlds
 
 MAX_REASON = 1000
+WORLDS: dict[str, Callable[[int], Counter[str]]] = {
+    "schema": schema_worlds.run_world,
+    "tool": tool_worlds.run_world,
+}
 
 
-def run_seeds(seeds: Iterable[int]) -> dict[str, Any]:
+def run_seeds(run_world: Callable[[int], Counter[str]], seeds: Iterable[int]) -> dict[str, Any]:
     """Return how the outputs of the seeds' worlds ended, and which worlds failed."""
     endings, failed, num_worlds = Counter[str](), [], 0
     for seed in seeds:
@@ -41,15 +48,16 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser("schema_seeds", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=20_000, help="how many")
     parser.add_argument("--first", type=int, default=100_000, help="the first of them")
+    parser.add_argument("--worlds", choices=WORLDS, default="schema", help="what a world has")
     parser.add_argument("--json", help="write the record there")
     args = parser.parse_args(words)
     start_s = time.perf_counter()
-    figures = run_seeds(range(args.first, args.first + args.seeds))
+    figures = run_seeds(WORLDS[args.worlds], range(args.first, args.first + args.seeds))
     seconds = round(time.perf_counter() - start_s, 1)
     figures = {"first_seed": args.first, **figures, "seconds": seconds}
     print(json.dumps(figures))
     if args.json is not None:
-        record = create_result("schema-seeds", figures)
+        record = create_result(f"{args.worlds}-seeds", figures)
         record["command"] = " ".join(["python -m tests.tools.schema_seeds", *words])
         write_json(args.json, record)
     return 1 if figures["failed"] else 0

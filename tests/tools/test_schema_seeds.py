@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from forge.schema_check import SchemaCheck
+from forge.server.call_check import CallCheck
+from forge.server.tool_formats import FORMATS
 from tests.tools import schema_seeds
 
 pytest.importorskip("jsonschema")
@@ -25,6 +27,22 @@ def test_a_run_counts_how_outputs_ended(tmp_path: Path, capsys: pytest.CaptureFi
         "violation: repeated name",
     }
     assert json.loads(path.read_text())["figures"] == line
+
+
+def test_tools_of_every_format_are_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert schema_seeds.main(["--worlds", "tool", "--seeds", "15", "--first", "30"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["schemas"], line["failed"]) == (15, [])
+    assert {ending.partition(":")[0] for ending in line["endings"]} == set(FORMATS)
+    assert {ending.partition(": ")[2] for ending in line["endings"]} >= {"calls", "violation"}
+
+
+def test_a_call_that_nothing_checks_fails_its_world(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CallCheck, "end", lambda self, **_: None)
+    assert schema_seeds.main(["--worlds", "tool", "--seeds", "15", "--first", "30"]) == 1
+    assert json.loads(capsys.readouterr().out)["failed"]
 
 
 def test_a_world_that_fails_is_named_and_the_others_go_on(
