@@ -87,8 +87,11 @@ def _replace_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
     """Return whether an object may have other names than those that the schema declares."""
-    names = schema.keys() & {"properties", "patternProperties", "required"}
-    return bool(names) and schema.get("additionalProperties") is not False
+    if "patternProperties" in schema:
+        return True
+    return bool(schema.keys() & {"properties", "required"}) and (
+        schema.get("additionalProperties") is not False
+    )
 
 
 def _needs_escape(schema: Mapping[str, Any]) -> bool:

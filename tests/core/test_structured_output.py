@@ -871,6 +871,14 @@ EVADED: list[tuple[Any, str]] = [
     ({"type": "object", "patternProperties": {"^x": {"const": 1}}}, '{"\\u0078": 2}'),
     ({"items": {"properties": {"a": {"const": 1}}}}, '[{"\\u0061": 2}]'),
     ({"properties": {"a\u0001": {"const": 1}}}, '{"a\\u0001": 1, "\\u0061\\u0001": 2}'),
+    (
+        {
+            "properties": {"a\nb": {"const": 1}},
+            "patternProperties": {"^a": {}},
+            "additionalProperties": False,
+        },
+        '{"a\\u000ab": 2}',
+    ),
     ({"type": "string", "format": "date"}, '"2023-02-29"'),
     ({"type": "string", "format": "date"}, '"0000-01-01"'),
     ({"type": ["string", "null"], "format": "date-time", "pattern": "T"}, '"1900-02-29T00:00:00Z"'),
