@@ -39,7 +39,7 @@ class _ReadyStep(NamedTuple):
 
 
 class _AcceptAllModel:
-    """Model under which every draft is right.
+    """Model under which every draft is right. It has no content, so it moves none.
 
     forward_s        seconds spent in `forward`
     num_draft_rows   rows with drafts in the last plan
@@ -57,6 +57,9 @@ class _AcceptAllModel:
 
     def eos_token(self) -> int:
         return 0
+
+    def executes_moves(self) -> bool:
+        return True
 
     def forward(self, plan: StepPlan) -> _ReadyStep:
         start_s = time.perf_counter()
@@ -83,10 +86,28 @@ def measure_overhead(config: EngineConfig) -> tuple[tuple[int, float], ...]:
     return tuple(zip((rows for rows, _ in points), monotonic_s, strict=True))
 
 
+def _config_of_rounds(config: EngineConfig) -> EngineConfig:
+    """Return what the time of a round depends on; all else is at its default.
+
+    The model has another vocabulary, and no files.
+    """
+    speculation, host_tier = config.speculation, config.host_tier
+    assert speculation is not None, "drafts are timed only with speculation"
+    return EngineConfig(
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        speculation=replace(speculation, costs=None),
+        host_tier=None if host_tier is None else replace(host_tier, costs=None, disk=None),
+    )
+
+
 def _measure_round_s(config: EngineConfig, num_seqs: int) -> float | None:
     speculation = config.speculation
     assert speculation is not None, "drafts are timed only with speculation"
-    fixed_config = replace(config, depth=1, speculation=replace(speculation, costs=None))
     max_output = (NUM_ROUNDS + NUM_WARMUPS + 1) * (1 + speculation.num_tokens)
     output_len = min(max_output, config.max_model_len - 2)
     num_blocks = -(-(output_len + 2) // config.block_size)
@@ -95,7 +116,7 @@ def _measure_round_s(config: EngineConfig, num_seqs: int) -> float | None:
     if num_seqs * num_blocks > min(config.num_blocks, speculation.num_blocks or config.num_blocks):
         return None
     model = _AcceptAllModel()
-    engine = Engine(model, fixed_config)
+    engine = Engine(model, _config_of_rounds(config))
     for number in range(num_seqs):
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         engine.submit(Request(number, (1, 1), params))

@@ -61,13 +61,14 @@ def start_ranks(
     if options.tiers.check_kv:
         raise InvalidConfig(
             "check_kv",
-            f"each of {num_ranks} ranks has blocks of its own, and rank 0 sees only its sums",
+            f"with tensor_parallel_size {num_ranks} each rank has blocks of its own, and rank 0 "
+            "sees only its sums",
             "Leave it out, or serve the model on one device",
         )
     if options.tiers.kv_disk_path is not None:
         raise InvalidConfig(
             "kv_disk_path",
-            f"files of blocks are not kept for {num_ranks} ranks",
+            f"with tensor_parallel_size {num_ranks} no files of blocks are kept",
             "Leave it out, or serve the model on one device",
         )
     if device_options.check_ranks and isinstance(policy, Policy):

@@ -312,6 +312,8 @@ def _build_speculation(overrides: Mapping[str, Any]) -> Speculation | None:
         return None
     if draft is not None and method == "ngram":
         raise InvalidConfig(
-            "speculative_method", "ngram takes no draft model", "Leave one of the two out"
+            "speculative_method",
+            "ngram takes no draft model, and draft_model names one",
+            "Leave one of the two out",
         )
     return speculation

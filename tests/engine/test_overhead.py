@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge import LLM
-from forge.config import EngineConfig, Speculation, StepCosts
+from forge.config import DiskTier, EngineConfig, HostTier, MixedStepCosts, Speculation, StepCosts
 from forge.models import embedded
 from forge.overhead import NUM_ROUNDS, NUM_WARMUPS, _AcceptAllModel, measure_overhead
 from forge.seam import StepPlan
@@ -88,6 +88,22 @@ def test_time_inside_the_model_is_no_part(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_what_does_not_fit_has_no_points(changes: dict[str, Any]) -> None:
     assert len(measure_overhead(create_config(**changes))) < 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"end_ids": (151_643,)},
+        {"host_tier": HostTier(num_blocks=8)},
+        {"host_tier": HostTier(num_blocks=8, disk=DiskTier(max_files=8))},
+        {"max_step_ms": 5.0, "mixed_costs": MixedStepCosts(((1, 1),))},
+        {"enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_what_only_the_served_model_has_hinders_no_measurement(changes: dict[str, Any]) -> None:
+    """The timed model has a vocabulary of its own, no files, and no measured times."""
+    assert len(measure_overhead(create_config(max_num_seqs=1, **changes))) == 1
 
 
 def test_costs_that_were_timed_have_the_engines_part_and_given_ones_do_not(

@@ -43,10 +43,13 @@ def test_options_of_ranks_have_limits(options: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_host_gib": 1.0, "check_kv": True}, "check_kv: each of 2 ranks has blocks of its own"),
+        (
+            {"kv_host_gib": 1.0, "check_kv": True},
+            "check_kv: with tensor_parallel_size 2 each rank has blocks of its own",
+        ),
         (
             {"kv_host_gib": 1.0, "kv_disk_path": "x", "kv_disk_gib": 1.0},
-            "kv_disk_path: files of blocks are not kept for 2 ranks",
+            "kv_disk_path: with tensor_parallel_size 2 no files of blocks are kept",
         ),
     ],
 )

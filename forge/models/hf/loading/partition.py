@@ -186,13 +186,15 @@ class ShardedModel(ReplicatedModel):
         if tiers is not None and tiers.has_files:
             raise InvalidConfig(
                 "kv_disk_path",
-                f"files of blocks are not kept for {self._communicator.world_size} ranks",
+                f"with tensor_parallel_size {self._communicator.world_size} no files of blocks are "
+                "kept",
                 "Leave it out, or serve the model on one device",
             )
         if options.torch_compile:
             raise InvalidConfig(
                 "torch_compile",
-                f"compiled modules cannot be divided over {self._communicator.world_size} ranks",
+                "compiled modules cannot be divided, and tensor_parallel_size is "
+                f"{self._communicator.world_size}",
                 "Leave it out, or serve the model on one device",
             )
 
