@@ -18,14 +18,16 @@ import asyncio
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 from forge.engine import Engine
+from forge.engine_checks import check_pool_sizes, check_sleep_level
 from forge.engine_messages import (
     Abort,
     CheckedRequest,
@@ -48,13 +50,21 @@ from forge.engine_messages import (
 from forge.engine_options import DEFAULT_MODEL, Options
 from forge.engine_process import EngineProcess
 from forge.engine_thread import CLOSE_REASON, EngineThread
-from forge.errors import EngineClosed, EngineDead, ForgeError, InvalidWeights
+from forge.errors import (
+    EngineClosed,
+    EngineDead,
+    ForgeError,
+    InvalidConfig,
+    InvalidRequest,
+    InvalidWeights,
+)
 from forge.llm import (
     Prompt,
     PromptFields,
     create_request,
     new_namespace,
     parse_pause_mode,
+    session_key,
 )
 from forge.load_report import LoadReport
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
@@ -63,7 +73,8 @@ from forge.policy import Policy
 from forge.request import Delta, FinishReason, Request, SamplingParams
 from forge.sampling_defaults import SamplingDefaults
 from forge.tokenizer import Tokenizer
-from forge.weights import NamedWeights, WeightSource, WeightUpdate
+from forge.weight_versions import check_version
+from forge.weights import NamedWeights, WeightSource, WeightUpdate, as_weight_source
 
 RESET_DONE = ("reset", None)
 RESIZE_ANSWERED = ("resize answered", None)
@@ -202,7 +213,10 @@ class AsyncLLM:
         self._waits_for_session = False  # by the same: it has work, and nothing to do until then
         self._oldest_post_s: float | None = None  # by the same
         self._num_slow_commands = 0
-        self._host = host_type(model, policy, options, self._on_report, self._on_engine_end)
+        # The host's threads hold no reference to this object: dropped without `close`, it ends.
+        on_report, on_end = _weak_method(self._on_report), _weak_method(self._on_engine_end)
+        self._host = host_type(model, policy, options, on_report, on_end)
+        weakref.finalize(self, _close_in_thread, self._host).atexit = False
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
         self.sampling_defaults = self._host.sampling_defaults
 
@@ -244,7 +258,12 @@ class AsyncLLM:
         return bool(self._mailboxes or self._has_work) and not self._waits_for_session
 
     def add_observer(self, observer: EngineObserver) -> None:
-        """Send the observer every event from now on."""
+        """Send the observer every event from now on. Raises InvalidConfig for what is none."""
+        for name in ("on_step", "on_request"):
+            if not callable(getattr(observer, name, None)):
+                raise InvalidConfig(
+                    "observer", f"it has no {name}", "Give an EngineObserver of forge.async_llm"
+                )
         self._observers.append(observer)
 
     async def __aenter__(self) -> Self:
@@ -302,6 +321,7 @@ class AsyncLLM:
         A request can be read once. Closing the iterator aborts it. Raises EngineDead when the
         engine has already ended.
         """
+        _check_is_request(request)
         processor = OutputProcessor(request, self.tokenizer)
         mailbox = _Mailbox(asyncio.get_running_loop(), request.params.n)
         self._submit(request, mailbox)
@@ -340,6 +360,7 @@ class AsyncLLM:
 
         To be called on the event loop of the reader. One that has ended stays as it is.
         """
+        _check_is_request(request)
         mailbox = self._mailboxes.get(request.id)
         if mailbox is not None:
             self._abandon(request.id, mailbox)
@@ -379,14 +400,15 @@ class AsyncLLM:
 
         session_id   a new one where it is left out
         """
-        return AsyncLLMSession(self, session_id or f"session-{next(self._ids)}", tenant)
+        tenant, name = session_key(session_id or f"session-{next(self._ids)}", tenant)
+        return AsyncLLMSession(self, name, tenant)
 
     async def end_session(self, session_id: str, *, tenant: str = "") -> bool:
         """End a session, and return whether it was open. With an open request, it ends after it.
 
         Raises EngineDead.
         """
-        command = EndSession(next(self._ids), (tenant, session_id))
+        command = EndSession(next(self._ids), session_key(session_id, tenant))
         return await self._carry_out(command) == SESSION_ENDED
 
     async def reset_prefix_cache(self) -> None:
@@ -405,6 +427,7 @@ class AsyncLLM:
         Open requests that hold a removed block are preempted. Raises EngineDead, NeverFits where a
         request needs more, or InvalidConfig.
         """
+        check_pool_sizes(num_blocks, num_host_blocks, self.engine.config)
         await self._carry_out(Resize(next(self._ids), num_blocks, num_host_blocks))
 
     def open_film(self) -> None:
@@ -437,22 +460,28 @@ class AsyncLLM:
         await self._execute(Resume(next(self._ids)))
 
     async def update_weights(
-        self, source: WeightSource, version: str | None = None
+        self,
+        source: Mapping[str, object] | Iterable[tuple[str, object]] | WeightSource,
+        version: str | None = None,
     ) -> WeightUpdate:
         """Replace weights between two steps, and return their version and the seconds.
 
         Without a pause, open requests go on with the new weights, as with `PauseMode.KEEP`.
 
-        source    with a spawned engine, anything but tensors of this process
+        source    all tensors or some, by their names in the checkpoint; or files. With a spawned
+                  engine, anything but tensors of this process
         version   name of the weights in later outputs; None: the next number
         Raises InvalidWeights for a source that does not match; nothing has changed then.
         """
+        source = as_weight_source(source)
         if isinstance(source, NamedWeights) and isinstance(self._host, EngineProcess):
             raise InvalidWeights(
                 "weights",
                 "tensors of this process cannot be sent to that of the engine",
                 "Give WeightFiles, or open AsyncLLM(...) instead of AsyncLLM.spawn(...)",
             )
+        if version is not None:
+            check_version(version)
         namespace = new_namespace()
         command = UpdateWeights(next(self._ids), source, version, namespace)
         result = await self._execute(command)
@@ -465,6 +494,7 @@ class AsyncLLM:
         level   1 moves the weights to host memory; 2 drops them: update all after `wake`
         Raises EnginePaused for an engine that is not paused.
         """
+        check_sleep_level(level)
         return dict((await self._execute(Sleep(next(self._ids), level))).times)
 
     async def wake(self) -> dict[str, float]:
@@ -601,6 +631,31 @@ class AsyncLLM:
         error = f"the engine has ended: {failure}" if finish is FinishReason.ERROR else None
         for mailbox in open_mailboxes:
             _call_threadsafe(mailbox.loop, mailbox.close, finish.value, error)
+
+
+def _check_is_request(request: object) -> None:
+    """Raise InvalidRequest for what `create_request` does not return."""
+    if not isinstance(request, Request):
+        raise InvalidRequest(
+            "request", f"{str(request)[:64]!r} is no Request", "Give one of create_request"
+        )
+
+
+def _weak_method(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a call of the method that does nothing once its object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return call
+
+
+def _close_in_thread(host: EngineHost) -> None:
+    """Close the host without waiting: the collector calls this on any thread, its own included."""
+    threading.Thread(target=host.close, name="forge-closer", daemon=True).start()
 
 
 def _count_logprobs(delta: Delta) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+from forge.absent_model import AbsentModel
 from forge.config import EngineConfig
 from forge.drafting import create_drafter
 from forge.engine_checks import (
@@ -78,7 +79,7 @@ class Engine:
         recording_failures: FailureLog | None = None,
     ) -> None:
         check_config(config, model)
-        self.model = model
+        self.model: Model = model
         self.config = config
         self.tokenizer = tokenizer
         self.num_steps = 0
@@ -189,6 +190,14 @@ class Engine:
         self._undelivered_deltas += self.weights.label(self.scheduler.abort(request_id))
         if self.recorder is not None:
             self.recorder.record_abort(request_id)
+
+    def close(self) -> None:
+        """Let go of the model and of the steps in flight, whose memory is free then.
+
+        Open requests end nowhere: abort them first. Only checks of requests may follow.
+        """
+        self._in_flight.replace(())
+        self.model = AbsentModel.from_model(self.model)
 
     def add_disk_keys(self, keys: Sequence[bytes]) -> None:
         """Let sequences fetch blocks of these keys from files, the one used longest ago first.

@@ -173,9 +173,14 @@ def require_sleep(model: Model, level: int) -> Sleeps:
     """Return the model. Raises InvalidConfig where it cannot sleep on this level."""
     if not isinstance(model, Sleeps):
         raise InvalidConfig("sleep", "this model cannot release its memory", "End the engine")
+    check_sleep_level(level)
+    return model
+
+
+def check_sleep_level(level: object) -> None:
+    """Raise InvalidConfig for what is no level of a sleep."""
     if type(level) is not int or level not in (1, 2):
         raise InvalidConfig("level", f"{str(level)[:32]} is not 1 or 2", "Give 1 or 2")
-    return model
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from os import PathLike
 from typing import Any, TextIO, TypedDict, cast
 
 from forge.config import default_batched_tokens
 from forge.engine import Engine
-from forge.errors import InvalidConfig
+from forge.errors import InvalidConfig, one_line
 from forge.failure_log import FailureLog
 from forge.kv_event_options import KVEventOptions
 from forge.kv_publisher import KVEventPublisher
@@ -182,6 +183,7 @@ def open_engine(
         kv_events=publisher,
         recording_failures=failures,
     )
+    exit_stack.callback(engine.close)
     if loaded.disk_keys:
         engine.add_disk_keys(loaded.disk_keys)
     return engine, loaded
@@ -256,11 +258,14 @@ def _create_recorder(
     writers: list[Callable[[str], object]] = []
     path = options.get("record")
     if path is not None:
+        if not isinstance(path, str | PathLike):  # `open` takes numbers of open files too
+            raise InvalidConfig("record", f"{str(path)[:64]!r} is no path", "Name a file")
         try:
             file = RecordingFile(open(path, "w", encoding="utf-8", buffering=2**20), failures)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a text that no path can be
+            why = getattr(error, "strerror", None) or one_line(error)
             raise InvalidConfig(
-                "record", f"{path!r} cannot be written: {error.strerror}", "Name another file"
+                "record", f"{path!r} cannot be written: {why}", "Name another file"
             ) from None
         exit_stack.callback(file.close)
         writers.append(file.write)

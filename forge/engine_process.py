@@ -30,8 +30,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+from forge.absent_model import AbsentModel
 from forge.config import EngineConfig
 from forge.engine import Engine
 from forge.engine_loop import EngineLoop
@@ -49,7 +50,6 @@ from forge.ranks.rank_context import LeaderContext
 from forge.ranks.rank_process import end_with_parent, ignore_end_signals
 from forge.request import Delta, FinishReason
 from forge.sampling_defaults import SamplingDefaults
-from forge.seam import StepPlan
 from forge.start_log import StartLog
 from forge.tokenizer import Tokenizer
 
@@ -66,8 +66,7 @@ class _EngineOpened(NamedTuple):
     """Message of the engine's process: the engine is open."""
 
     config: EngineConfig
-    vocab_size: int
-    eos_token: int
+    model: AbsentModel
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
     status: EngineStatus
@@ -78,37 +77,6 @@ class _EngineEnded(NamedTuple):
 
     finish: FinishReason
     failure: str
-
-
-class _RemoteModel(NamedTuple):
-    """Properties of a model in another process, enough to check a request."""
-
-    vocabulary_size: int
-    eos_token_id: int
-
-    def vocab_size(self) -> int:
-        """Return the size of the model's vocabulary."""
-        return self.vocabulary_size
-
-    def num_layers(self) -> int:
-        """Return 0: checking a request does not depend on the layers."""
-        return 0
-
-    def eos_token(self) -> int:
-        """Return the id of the model's end token."""
-        return self.eos_token_id
-
-    def executes_moves(self) -> bool:
-        """Return True: the engine in the model's process has checked it."""
-        return True
-
-    def samples_late_rows(self) -> bool:
-        """Return True: the engine in the model's process checks it for each request."""
-        return True
-
-    def forward(self, plan: StepPlan) -> NoReturn:
-        """Raise AssertionError: this process never runs the model."""
-        raise AssertionError("the model is in another process")
 
 
 class EngineProcess:
@@ -161,8 +129,7 @@ class EngineProcess:
                 self._ranks.close()
             raise
         self.tokenizer, self.sampling_defaults = opened.tokenizer, opened.sampling_defaults
-        remote_model = _RemoteModel(opened.vocab_size, opened.eos_token)
-        self.engine = Engine(remote_model, opened.config, opened.tokenizer)
+        self.engine = Engine(opened.model, opened.config, opened.tokenizer)
         self.status = opened.status
         self._on_report, self._on_end = on_report, on_end
         self._stop_timeout_s = STOP_TIMEOUT_S
@@ -171,7 +138,10 @@ class EngineProcess:
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         # Runs at exit before multiprocessing waits for child processes that are still open.
         Finalize(self, self._commands.put, (None,), exitpriority=0)
-        threading.Thread(target=self._send_commands, name="forge-commands", daemon=True).start()
+        self._writer = threading.Thread(
+            target=self._send_commands, name="forge-commands", daemon=True
+        )
+        self._writer.start()
         self._reader = threading.Thread(
             target=self._read_reports, name="forge-reports", daemon=True
         )
@@ -194,7 +164,10 @@ class EngineProcess:
             self._process.join(KILL_TIMEOUT_S)
         if self._ranks is not None:
             self._ranks.close()
-        self._reader.join(KILL_TIMEOUT_S)
+        for thread in (self._reader, self._writer):
+            thread.join(KILL_TIMEOUT_S)
+        if not (self._reader.is_alive() or self._writer.is_alive()):
+            self._pipe.close()
         self._exit_stack.close()
 
     def _receive_opened(self) -> _EngineOpened:
@@ -209,12 +182,17 @@ class EngineProcess:
         return opened
 
     def _send_commands(self) -> None:
-        with suppress(OSError):  # a process that is gone needs no command
+        try:
             while True:
                 command = self._commands.get()
                 self._pipe.send(command)
                 if command is None:
                     return
+        except OSError:
+            return  # a process that is gone needs no command
+        except BaseException as error:  # its caller would wait indefinitely
+            LOG.exception("a command of the engine was lost")
+            self._on_end(FinishReason.ERROR, repr(error))
 
     def _read_reports(self) -> None:
         try:
@@ -287,12 +265,10 @@ def _run_engine(
         except ForgeError as error:
             pipe.send(error)
             return
-        engine_model = engine.model
         pipe.send(
             _EngineOpened(
                 engine.config,
-                engine_model.vocab_size(),
-                engine_model.eos_token(),
+                AbsentModel.from_model(engine.model),
                 loaded.tokenizer,
                 loaded.sampling_defaults,
                 EngineStatus.from_engine(engine),

@@ -1,7 +1,7 @@
 """LLM: text in, text out, on one Engine driven by the caller's thread.
 
-Owns the way from text to requests, which AsyncLLM shares, and the steps. Knows no thread, event
-loop or HTTP, and not how an engine is opened.
+Owns the way from text to requests, which AsyncLLM shares, the steps, and the lock that lets one
+thread at a time use the engine. Knows no event loop or HTTP, and not how an engine is opened.
 
     prompt ──tokenize──► Request ──► Engine.step() ──► Delta ──┬─► OutputBatch       generate
                                                                └─► OutputProcessor   each stream
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self, TypedDict, Unpack, cast
 
@@ -30,7 +32,7 @@ from forge.recorder_chain import RecorderChain
 from forge.request import Delta, Request, SamplingParams
 from forge.timings_recorder import TimingsRecorder
 from forge.tokenizer import ChatEnd, Tokenizer
-from forge.weights import NamedWeights, SharedWeights, WeightFiles, WeightSource
+from forge.weights import WeightSource, as_weight_source
 
 Prompt = str | list[int]
 
@@ -124,6 +126,14 @@ def parse_pause_mode(mode: PauseMode | str) -> PauseMode:
         ) from None
 
 
+def session_key(session_id: str, tenant: str = "") -> tuple[str, str]:
+    """Return the key of a session. Raises InvalidRequest for what is no text."""
+    for name, value in (("session_id", session_id), ("tenant", tenant)):
+        if not isinstance(value, str):
+            raise InvalidRequest(name, f"{str(value)[:64]!r} is no text", "Give str")
+    return tenant, session_id
+
+
 def new_namespace() -> str:
     """Return a namespace for blocks of new weights, which no other engine has.
 
@@ -136,6 +146,8 @@ class LLM:
     """Offline generation on the caller's thread. `close`, or the end of a `with` block, frees it.
 
     Ctrl-C takes effect after the step that runs, and a second one at once: see defer_interrupt.
+    Several threads may call it: a call waits for that of another thread to end, and the read of a
+    stream for its steps.
 
     device   what the model runs on
     """
@@ -148,6 +160,7 @@ class LLM:
         **options: Unpack[Options],
     ) -> None:
         self._exit_stack = ExitStack()
+        weakref.finalize(self, self._exit_stack.close).atexit = False  # dropped without `close`
         self.engine, loaded = open_engine(
             model, policy, add_offline_defaults(model, options), self._exit_stack
         )
@@ -158,6 +171,9 @@ class LLM:
         self._ids = itertools.count()
         self._deltas_by_stream: dict[int, deque[Delta]] = {}
         self._open_ids: set[int] = set()
+        self._dropped_ids: deque[int] = deque()
+        self._lock = threading.RLock()
+        self._num_uses = 0  # of the engine, nested ones included; the lock guards it
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -172,11 +188,72 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Drop open requests, refuse new ones and close the model."""
-        self._closed = True
-        for request_id in self._open_ids:
-            self.engine.abort(request_id)
-        self._exit_stack.close()
+        """End open requests as aborted, refuse new ones, and free all memory and threads.
+
+        Waits for the call of another thread. In a call of this thread, as a handler of a signal
+        does, it ends that call's requests, and frees the memory when the call returns.
+        """
+        with self._use():
+            self._closed = True
+            self._dropped_ids.extend(self._open_ids)
+
+    @contextmanager
+    def _use(self) -> Iterator[Callable[[], None]]:
+        """Use the engine until the block ends: no other thread uses it, and Ctrl-C is deferred.
+
+        Yields what `defer_interrupt` yields. Streams that are dropped meanwhile end with the block.
+        """
+        with self._lock, defer_interrupt() as raise_pending:
+            self._num_uses += 1
+            try:
+                yield raise_pending
+            finally:
+                self._num_uses -= 1
+                if not self._num_uses:
+                    self._end_uses()
+
+    @contextmanager
+    def _use_open(self) -> Iterator[Callable[[], None]]:
+        """Use the engine as `_use` does. Raises EngineDead once it was closed."""
+        with self._use() as raise_pending:
+            self._check_open()
+            yield raise_pending
+
+    def _end_uses(self) -> None:
+        """End dropped requests, and free everything once `close` was called."""
+        try:
+            self._abort_dropped()
+            if self._closed:
+                self._pass_to_streams(self._timings.label(self.engine.undelivered_deltas))
+        finally:
+            if self._closed:
+                self._exit_stack.close()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped_ids:
+            request_id = self._dropped_ids.popleft()
+            if request_id in self._open_ids:  # else `close` has ended it
+                self._open_ids.remove(request_id)
+                self.engine.abort(request_id)
+
+    def _drop_stream(self, request: Request) -> None:
+        """End the request of a stream: now, or with the use of the engine in which this is called.
+
+        Never waits. The collector calls it on any thread, within a step and under any lock.
+        """
+        self._deltas_by_stream.pop(request.id, None)
+        self._dropped_ids.append(request.id)
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._num_uses:
+                    with self._use():
+                        pass
+            finally:
+                self._lock.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed. Open another LLM")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of calls without any: the checkpoint's defaults, else forge's."""
@@ -218,7 +295,7 @@ class LLM:
             except InvalidRequest as error:
                 raise (error if len(prompt_list) == 1 else _with_index(error, index)) from None
         batch = OutputBatch(requests, self.tokenizer)
-        with defer_interrupt() as raise_pending:
+        with self._use_open() as raise_pending:
             try:
                 for request in requests:
                     self._submit(request)
@@ -232,8 +309,8 @@ class LLM:
                         batch.decode_ahead()
                         progress.update()
             finally:
-                for request in requests:
-                    self._abort(request)
+                self._dropped_ids.extend(request.id for request in requests)
+                self._abort_dropped()
         return batch.outputs
 
     def chat(
@@ -259,7 +336,15 @@ class LLM:
         end = (
             ChatEnd.CONTINUE_FINAL_MESSAGE if continue_final_message else ChatEnd.GENERATION_PROMPT
         )
-        variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+        variables: dict[str, object] = {}
+        if chat_template_kwargs is not None:
+            if not isinstance(chat_template_kwargs, Mapping):
+                raise InvalidRequest("chat_template_kwargs", "it is no mapping", "Give a dict")
+            variables |= chat_template_kwargs
+        if tools is not None:
+            if not isinstance(tools, list | tuple):
+                raise InvalidRequest("tools", "they are no list", "Give a list of functions")
+            variables |= {"tools": list(tools)} if tools else {}
         prompts = encode_chats(self.tokenizer, messages, end, variables)
         fields = {"begins_text": not continue_final_message, **fields}
         return self.generate(prompts, params, use_tqdm=use_tqdm, **fields)
@@ -283,12 +368,14 @@ class LLM:
 
         An LLM has no clock: sessions that are not ended stay open, up to `max_sessions`.
         """
-        return LLMSession(self, session_id or f"session-{next(self._ids)}")
+        _, name = session_key(session_id or f"session-{next(self._ids)}")
+        return LLMSession(self, name)
 
     def end_session(self, session_id: str) -> bool:
         """End a session, and return whether it was open. With an open request, it ends after it."""
-        with defer_interrupt():
-            return self.engine.end_session(("", session_id))
+        key = session_key(session_id)
+        with self._use_open():
+            return self.engine.end_session(key)
 
     @property
     def weight_version(self) -> str:
@@ -303,7 +390,7 @@ class LLM:
         Raises InvalidConfig.
         """
         pause_mode = parse_pause_mode(mode)
-        with defer_interrupt() as raise_pending:
+        with self._use_open() as raise_pending:
             self.engine.pause(pause_mode)
             while not self.engine.is_paused:
                 raise_pending()
@@ -314,7 +401,7 @@ class LLM:
 
     def resume(self) -> None:
         """End a pause. Raises EnginePaused while the model sleeps or lacks weights."""
-        with defer_interrupt():
+        with self._use_open():
             self.engine.resume()
 
     def update_weights(
@@ -330,10 +417,9 @@ class LLM:
         version   name of the weights in later outputs; None: the next number
         Raises InvalidWeights for a tensor that does not match; nothing has changed then.
         """
-        if not isinstance(weights, NamedWeights | WeightFiles | SharedWeights):
-            weights = NamedWeights(dict(weights))
-        with defer_interrupt():
-            return self.engine.update_weights(weights, version, namespace=new_namespace())
+        source = as_weight_source(weights)
+        with self._use_open():
+            return self.engine.update_weights(source, version, namespace=new_namespace())
 
     def sleep(self, level: int = 1) -> dict[str, float]:
         """Release the device's memory in a pause, and return the seconds of each part.
@@ -341,38 +427,35 @@ class LLM:
         level   1 moves the weights to host memory; 2 drops them: update all after `wake`
         Raises EnginePaused for an engine that is not paused.
         """
-        with defer_interrupt():
+        with self._use_open():
             return dict(self.engine.sleep(level))
 
     def wake(self) -> dict[str, float]:
         """Allocate what `sleep` released, and return the seconds of each part. `resume` follows."""
-        with defer_interrupt():
+        with self._use_open():
             return dict(self.engine.wake())
 
     def _stream(self, request: Request, processor: OutputProcessor) -> Iterator[TextDelta]:
         """Submit the request and yield an empty delta; then yield the request's deltas."""
         pending = self._deltas_by_stream[request.id] = deque()
         try:
-            with defer_interrupt():
+            with self._use_open():
                 self._submit(request)
             yield TextDelta(0, "", ())
             while not processor.is_finished:
                 if not pending:
-                    with defer_interrupt() as raise_pending:
+                    with self._use() as raise_pending:
                         while not pending:
                             raise_pending()
                             self._pass_to_streams(self._step())
                 yield processor.process(pending.popleft())
         finally:
-            with defer_interrupt():
-                self._abort(request)
-                self._deltas_by_stream.pop(request.id, None)
+            self._drop_stream(request)
 
     def _create_request(
         self, prompt: Prompt, params: SamplingParams | None, **fields: Unpack[PromptFields]
     ) -> Request:
-        if self._closed:
-            raise EngineDead("the engine was closed. Open another LLM")
+        self._check_open()
         self._check_running()
         if params is None:
             params = self.get_default_sampling_params()
@@ -385,12 +468,9 @@ class LLM:
         self._timings.add(request, time.monotonic())
         self._open_ids.add(request.id)
 
-    def _abort(self, request: Request) -> None:
-        self.engine.abort(request.id)
-        self._open_ids.discard(request.id)
-
     def _step(self) -> Sequence[Delta]:
         """Run one step of the engine, in which all open requests advance."""
+        self._abort_dropped()
         if not self.engine.can_step:
             if self.engine.is_paused:
                 self._check_running()

@@ -17,6 +17,27 @@ from forge.sequence import Sequence
 MAX_VERSION_CHARS = 128
 
 
+def check_version(version: object) -> None:
+    """Raise InvalidConfig for what is no version of an update."""
+    if version == INITIAL_WEIGHTS.version:
+        raise InvalidConfig(
+            "weight_version",
+            f"{version} is the version of the weights at the start",
+            "Give another one",
+        )
+    if (
+        not isinstance(version, str)
+        or not 0 < len(version) <= MAX_VERSION_CHARS
+        or not version.isascii()
+        or not version.isprintable()
+    ):
+        raise InvalidConfig(
+            "weight_version",
+            f"{str(version)[:64]!r} is not 1 to {MAX_VERSION_CHARS} printable ASCII characters",
+            "Give the step of the training, say",
+        )
+
+
 class WeightVersions:
     """Version of the weights now, and of the tokens of open choices.
 
@@ -37,23 +58,7 @@ class WeightVersions:
         """
         if version is None:
             return str(max(self.num_updates, self._max_number) + 1)
-        if version == INITIAL_WEIGHTS.version:
-            raise InvalidConfig(
-                "weight_version",
-                f"{version} is the version of the weights at the start",
-                "Give another one",
-            )
-        if (
-            not isinstance(version, str)
-            or not 0 < len(version) <= MAX_VERSION_CHARS
-            or not version.isascii()
-            or not version.isprintable()
-        ):
-            raise InvalidConfig(
-                "weight_version",
-                f"{str(version)[:64]!r} is not 1 to {MAX_VERSION_CHARS} printable ASCII characters",
-                "Give the step of the training, say",
-            )
+        check_version(version)
         return version
 
     def advance(self, version: str, sequences: Iterable[Sequence]) -> None:

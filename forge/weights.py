@@ -12,8 +12,11 @@ Always true: a source that does not match the model changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+
+from forge.errors import ForgeError, InvalidWeights, one_line
 
 
 class WeightFiles(NamedTuple):
@@ -92,6 +95,48 @@ WeightSource: TypeAlias = WeightFiles | NamedWeights | SharedWeights
 
 PartTimes: TypeAlias = tuple[tuple[str, float], ...]
 """Parts of a slow command, each with its seconds."""
+
+
+def as_weight_source(weights: object) -> WeightSource:
+    """Return the weights as a source: a source itself, a mapping of tensors, or pairs of them.
+
+    Raises InvalidWeights for anything else. What the tensors are is for the model.
+    """
+    if isinstance(weights, SharedWeights):
+        return weights
+    if isinstance(weights, WeightFiles):
+        paths = weights.paths
+        if isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths):
+            return WeightFiles(tuple(paths))
+    else:
+        with suppress(TypeError, ValueError):
+            pairs = weights.tensors if isinstance(weights, NamedWeights) else weights
+            tensors = dict(cast(Mapping[str, object], pairs))
+            if all(isinstance(name, str) for name in tensors):
+                return NamedWeights(tensors)
+    raise InvalidWeights(
+        "weights",
+        f"{str(weights)[:64]!r} is no source of weights",
+        'Give {"name": tensor}, pairs of these, or WeightFiles(("a.safetensors",))',
+    )
+
+
+@contextmanager
+def refuse_unreadable(source: WeightSource) -> Iterator[None]:
+    """Raise InvalidWeights in place of any error of a source that is read before the first write.
+
+    source   which is read in the context
+    """
+    try:
+        yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise InvalidWeights(
+            "weights",
+            f"{type(source).__name__} cannot be read: {type(error).__name__}: {one_line(error)}",
+            "Give tensors of the model, by their names",
+        ) from error
 
 
 @runtime_checkable

@@ -25,7 +25,14 @@ from forge.models.host_blocks import HostBlocks
 from forge.models.logits import LogitsModel
 from forge.models.paged import NO_FAULTS, FaultHooks
 from forge.sampling import mix, uniform
-from forge.weights import NamedWeights, PartTimes, SharedWeights, WeightFiles, WeightSource
+from forge.weights import (
+    NamedWeights,
+    PartTimes,
+    SharedWeights,
+    WeightFiles,
+    WeightSource,
+    refuse_unreadable,
+)
 
 SEED_NAME = "seed"
 """Name of the model's only weight."""
@@ -98,20 +105,8 @@ class HashModel(LogitsModel):
 
     def update_weights(self, source: WeightSource) -> None:
         """Replace the seed, the only weight: an integer named `seed`. Raises InvalidWeights."""
-        if isinstance(source, SharedWeights):
-            raise InvalidWeights("weights", "the model hash has no tensors", "Give files")
-        weights = source.tensors if isinstance(source, NamedWeights) else _read_seed(source)
-        if weights.keys() != {SEED_NAME}:
-            raise InvalidWeights(
-                next(iter(weights.keys() - {SEED_NAME}), SEED_NAME),
-                "the model hash has one weight, the integer seed",
-                "Give that one",
-            )
-        seed = weights[SEED_NAME]
-        if type(seed) is not int or not -(2**63) <= seed < 2**63:
-            raise InvalidWeights(
-                SEED_NAME, f"{str(seed)[:64]} is not a 64-bit integer", "Give an integer"
-            )
+        with refuse_unreadable(source):
+            seed = _read_seed(source)
         self._set_seed(seed)
         self.mark_content_stale()
 
@@ -158,7 +153,26 @@ class HashModel(LogitsModel):
         return logits
 
 
-def _read_seed(source: WeightFiles) -> dict[str, object]:
+def _read_seed(source: WeightSource) -> int:
+    """Return the seed that the source has, and nothing else. Raises InvalidWeights."""
+    if isinstance(source, SharedWeights):
+        raise InvalidWeights("weights", "the model hash has no tensors", "Give files")
+    weights = source.tensors if isinstance(source, NamedWeights) else _read_integers(source)
+    if weights.keys() != {SEED_NAME}:
+        raise InvalidWeights(
+            next(iter(weights.keys() - {SEED_NAME}), SEED_NAME),
+            "the model hash has one weight, the integer seed",
+            "Give that one",
+        )
+    seed = weights[SEED_NAME]
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:
+        raise InvalidWeights(
+            SEED_NAME, f"{str(seed)[:64]} is not a 64-bit integer", "Give an integer"
+        )
+    return seed
+
+
+def _read_integers(source: WeightFiles) -> dict[str, object]:
     """Return the integers of safetensors files, by their names. Raises InvalidWeights.
 
     The format: the header's length in 8 bytes, the header in JSON, the content of the tensors.

@@ -20,7 +20,7 @@ from forge.models.file_moves import FileMoves
 from forge.models.host_blocks import HostBlocks
 from forge.models.llama import Array, Llama
 from forge.models.paged import PagedModel
-from forge.weights import NamedWeights, WeightFiles, WeightSource
+from forge.weights import NamedWeights, WeightFiles, WeightSource, refuse_unreadable
 
 
 class LlamaModel(PagedModel):
@@ -43,7 +43,9 @@ class LlamaModel(PagedModel):
     def update_weights(self, source: WeightSource) -> None:
         """Replace the weights that the source has. Raises InvalidWeights."""
         weights = self._llama.weights
-        self._llama.set_weights({**weights, **read_weights(source, weights)})
+        with refuse_unreadable(source):
+            read = read_weights(source, weights)
+        self._llama.set_weights({**weights, **read})
 
 
 def read_weights(source: WeightSource, current: Mapping[str, Array]) -> dict[str, Array]:

@@ -12,8 +12,10 @@ With `draft_model`, another name, the two are opened as a pair.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
@@ -110,7 +112,23 @@ def load_model(
             "one process opens this model, alone",
             "Leave it out, or use forge serve, forge generate, LLM or AsyncLLM",
         )
-    start = start or StartLog()
+    with ExitStack() as exit_stack:
+        exit_stack.callback(release_unused_memory)
+        # Nothing here may keep a reference to the model.
+        yield exit_stack.enter_context(
+            _load_checkpoint(name, overrides, tier_options, start or StartLog(), lead)
+        )
+
+
+@contextmanager
+def _load_checkpoint(
+    name: str,
+    overrides: Mapping[str, Any],
+    tier_options: TierOptions,
+    start: StartLog,
+    lead: RankLead | None,
+) -> Iterator[LoadedModel]:
+    """Open the named checkpoint with its measured costs, and close it when the context ends."""
     rank_context = None if lead is None else lead.rank_context
     with open_checkpoint_model(name, overrides, start, rank_context) as loaded:
         if lead is not None:
@@ -160,6 +178,14 @@ def open_checkpoint_model(
         *(options.tiers, start, rank_context),
     ) as loaded:
         yield loaded
+
+
+def release_unused_memory() -> None:
+    """Collect what a closed model has left, and return memory of the device that torch keeps."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def import_checkpoint_packages(name: str) -> None:

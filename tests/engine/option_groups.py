@@ -88,6 +88,7 @@ GROUPS = (
     OptionGroup(
         "rejection", {"draft_model": "tiny-draft", "acceptance": "rejection"}, draws_alike=False
     ),
+    OptionGroup("defaults", {"generation_config": "vllm"}),
     OptionGroup("record", {"record": "recording"}),
     OptionGroup("own policy", {"policy": FCFS._replace()}),
 )

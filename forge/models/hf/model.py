@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -178,6 +179,21 @@ class HFModel:
             self._draft.sleep(1)
             watch.end("draft")
         return watch.times
+
+    def close(self) -> None:
+        """Free the memory of weights, KV cache, graphs and host pool. No step may follow.
+
+        At once, and also where something still references the model.
+        """
+        with suppress(RuntimeError):  # a device that failed has nothing left to wait for
+            _synchronize(self._runner.kv_cache.data.device)
+        self._last_step = self._late_rows = self._moves = None
+        self._graphs = NO_GRAPHS
+        if self._weights is not None:
+            self._weights.drop()
+        self._runner.kv_cache.release()
+        if self._draft is not None:
+            self._draft.close()
 
     def wake(self) -> PartTimes:
         """Allocate what `sleep` freed, capture the graphs again, and return the seconds.

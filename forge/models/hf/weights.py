@@ -28,7 +28,13 @@ from safetensors import SafetensorError, safe_open
 from forge.errors import InvalidWeights, one_line
 from forge.models.hf.shared_weights import open_shared_weights
 from forge.models.hf.weight_names import WeightNames
-from forge.weights import NamedWeights, SharedWeights, WeightFiles, WeightSource
+from forge.weights import (
+    NamedWeights,
+    SharedWeights,
+    WeightFiles,
+    WeightSource,
+    refuse_unreadable,
+)
 
 NUM_COPY_THREADS = 8
 """Threads that copy the tensors of files: most of their time is the copy from the page cache."""
@@ -64,9 +70,11 @@ class ModelWeights:
         A tensor is rounded to the model's dtype, as at a start. Raises InvalidWeights, and changes
         nothing then.
         """
-        with open_source(source) as named:
-            tensors = self._match(named)
-            self._check(tensors)
+        with ExitStack() as exit_stack:
+            with refuse_unreadable(source):
+                named = exit_stack.enter_context(open_source(source))
+                tensors = self._match(named)
+                self._check(tensors)
             self._lacks_content = True  # An error from here on leaves a mixture.
             if isinstance(source, WeightFiles):
                 with ThreadPoolExecutor(NUM_COPY_THREADS) as executor:
@@ -128,13 +136,8 @@ class ModelWeights:
     @torch.inference_mode()
     def release(self, *, keep_content: bool) -> None:
         """Free the memory of all parameters, with a copy in host memory if `keep_content`."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        for parameter in self._parameters.values():
-            storage = parameter.untyped_storage()
-            # A file that is mapped into memory is none of the model's own.
-            if storage.resizable():
-                storages[storage.data_ptr()] = storage
-        for storage in storages.values():
+        storages = self._storages()
+        for storage in storages:
             num_bytes = storage.nbytes()
             if keep_content:
                 is_pinned = storage.device.type == "cuda"
@@ -144,9 +147,24 @@ class ModelWeights:
             else:
                 self._saved.append((storage, num_bytes))
         _synchronize(self._parameters.values())
-        for storage in storages.values():
+        for storage in storages:
             storage.resize_(0)
         self._lacks_content = self._lacks_content or not keep_content
+
+    def drop(self) -> None:
+        """Free the memory of all parameters, and that of copies: nothing follows."""
+        self._saved.clear()
+        for storage in self._storages():
+            storage.resize_(0)
+        self._parameters = {}
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Return the memory of the parameters, each once.
+
+        A file that is mapped into memory is none of the model's own.
+        """
+        all_storages = [each.untyped_storage() for each in self._parameters.values()]
+        return list({each.data_ptr(): each for each in all_storages if each.resizable()}.values())
 
     @property
     def released_bytes(self) -> int:

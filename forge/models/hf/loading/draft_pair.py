@@ -142,6 +142,7 @@ def open_pair(
         # Modules of the draft are compiled too: with other heads they are others.
         modules = dict.fromkeys(loaded.prefill.to_compile + loaded_draft.prefill.to_compile)
         missing = loaded.prefill._replace(to_compile=tuple(modules))
+        exit_stack.callback(model.close)
         with freeze_gc(), compile_missing_modules(missing):
             yield LoadedModel(
                 *(name, model, target.tokenizer, config, str(device), host_memory.disk_keys),

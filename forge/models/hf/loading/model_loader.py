@@ -357,6 +357,7 @@ def open_model(
                 model = create_model(
                     loaded, config, eos_token, device, host_memory=host_memory, partition=partition
                 )
+        exit_stack.callback(model.close)
         with freeze_gc(), compile_missing_modules(loaded.prefill):
             yield LoadedModel(
                 *(name, model, tokenizer, config, str(device), host_memory.disk_keys),
