@@ -18,20 +18,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from forge.schema_check import SchemaCheck, parse_json
 from forge.server.tool_formats import ParameterSyntax
 from forge.server.tool_schema import JSON_TYPES, can_hold_pattern, relax_schema
 
-MAX_TEXT_LENGTH = 4096
-"""Longest bound on a text's length that a mask enforces: each character is a state."""
+MAX_TEXT_LENGTH = 64
+"""Largest bound on a text's length that a mask enforces. Each length is a state of its own, and its
+mask takes ten times as long as that of text without a bound."""
+MAX_REPETITIONS = 128
+"""Most characters that the counts of a pattern repeat, `{12}`, where a mask enforces it."""
 MAX_CHOICES = 256
 MAX_NUMBER_CHARS = 512
 """Longest text that is taken for a number where strings are allowed as well."""
 MAX_OPTIONS = 64
-"""Most options of a union, those within its options included."""
+"""Most options of a union, those within its options included, and most schemas that are combined to
+a tool's: a reference may come many times."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _NAME = re.compile(r"[^\s<>\"'\\\x00-\x1f\x7f]{1,64}")
@@ -41,7 +47,6 @@ _TOP_KEYWORDS = {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
     *("x-guidance", "strict"),
 }
-_TOP_UNIONS = ("allOf", "anyOf", "oneOf")
 _STRING_KEYWORDS = {"minLength", "maxLength", "pattern", "format"}
 _KEYWORDS = {
     *("$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "contains"),
@@ -153,7 +158,7 @@ def list_parameters(
     schemas that are combined, optional where only an option of a union has them.
     """
     definitions = parameters.get("$defs", {})
-    properties, required = _collect_properties(parameters, definitions, 0)
+    properties, required = _collect_properties(parameters, definitions)
     schemas = {**properties, **{name: True for name in required if name not in properties}}
     listed = (
         _create_parameter(name, schema, definitions, name in required, syntax)
@@ -167,22 +172,26 @@ _MAX_NESTING = 16
 
 
 def _collect_properties(
-    schema: Any, definitions: Mapping[str, Any], depth: int
+    schema: Mapping[str, Any], definitions: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the properties of an object and the names of those that are always there."""
-    if not isinstance(schema, dict) or depth > _MAX_NESTING:
-        return {}, []
-    properties = dict(schema.get("properties") or {})
-    required = [name for name in schema.get("required") or () if isinstance(name, str)]
-    parts = [] if "$ref" not in schema else [definitions.get(_definition_name(schema), True)]
-    for inner in [*parts, *_list_of(schema.get("allOf"))]:
-        more, more_required = _collect_properties(inner, definitions, depth + 1)
-        properties = {**more, **properties}
-        required += more_required
-    for inner in [*_list_of(schema.get("anyOf")), *_list_of(schema.get("oneOf"))]:
-        for name, option in _collect_properties(inner, definitions, depth + 1)[0].items():
-            known = properties.get(name)
-            properties[name] = option if known is None else {"anyOf": [known, option]}
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    parts, visited = deque[tuple[Any, bool]]([(schema, True)]), set[int]()
+    while parts and len(visited) < MAX_OPTIONS:
+        part, is_sure = parts.popleft()  # a schema, and whether it always applies
+        if not isinstance(part, dict) or id(part) in visited:
+            continue
+        visited.add(id(part))
+        for name, each in (part.get("properties") or {}).items():
+            properties[name] = {"anyOf": [properties[name], each]} if name in properties else each
+        if is_sure:
+            required += [name for name in part.get("required") or () if isinstance(name, str)]
+        if "$ref" in part:
+            parts.append((definitions.get(_definition_name(part), True), is_sure))
+        parts += [(each, is_sure) for each in _list_of(part.get("allOf"))]
+        for key in ("anyOf", "oneOf"):
+            parts += [(each, False) for each in _list_of(part.get(key))]
     return properties, list(dict.fromkeys(required))
 
 
@@ -202,7 +211,7 @@ def _create_parameter(
     syntax: ParameterSyntax,
 ) -> ToolParameter | None:
     """Return the parameter; None for an optional one that has no value."""
-    options = list(_iterate_options(schema, definitions, 0))
+    options = list(islice(_iterate_options(schema, definitions, 0), MAX_OPTIONS + 1))
     strings = [each for option in options if (each := _string_part(option)) is not None]
     others = [each for option in options if (each := _other_part(option)) is not None]
     if not (is_required or strings or others):
@@ -354,7 +363,10 @@ def _whole_pattern(pattern: str) -> str | None:
     ends = re.search(r"(?:^|[^\\])(?:\\\\)*\$$", body) is not None
     body = body[:-1] if ends else body
     rest = re.sub(r"\[\^?\]?[^\]]*\]", "", re.sub(r"\\.", "", body))
+    counts = re.findall(r"[{,](\d+)(?=[,}])", rest)
     if not can_hold_pattern(pattern) or "^" in rest or "$" in rest:
+        return None
+    if sum(int(count[:9]) for count in counts) > MAX_REPETITIONS:
         return None
     anything = "(?s:.*)"
     return f"{anything if is_open else ''}(?:{body}){'' if ends else anything}"

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
 from forge.schema_keywords import iterate_schemas, map_schemas
 
 JSON_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string")
+MAX_HOISTED = 10_000
+"""Most schemas within those that are referred to. One that holds others is copied with them."""
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 """Schema that is left of one that no grammar holds a part of."""
 LEAST_KEYWORDS = {
@@ -31,6 +34,8 @@ LEAST_KEYWORDS = {
 """Keywords that are kept of a schema whose keywords together cannot be compiled."""
 _LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[bB1-9k]")
 """Parts of a regex that no automaton holds: look-around, and references to groups."""
+_UNICODE_CLASS = re.compile(r"\\[pP](?:\{\w+\}|\w)")
+"""Classes that llguidance has and Python has not."""
 
 
 def hoist_references(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,24 +43,30 @@ def hoist_references(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     A reference to another place, such as `#` or `#/properties/a`, gets a definition of its own. A
     reference outside of the schema, or to nothing, stays one. Recursive: the schema's depth
-    must be bounded.
+    must be bounded. O(schema + MAX_HOISTED).
     """
-    names: dict[str, str] = {}
+    names: dict[int, str] = {}  # by identity: a schema has many pointers, as #/%61 and #/a
     targets: list[Any] = []
+    num_left = MAX_HOISTED
 
     def redirect(inner: dict[str, Any]) -> dict[str, Any]:
         if inner.get("not") == {} or inner.get("not") is True:
             return {"enum": []}
-        inner, pointer = _without_definitions(inner), str(inner.get("$ref"))
-        if pointer not in names:
-            target = _find_target(schema, pointer)
-            if target is None:
+        inner = _without_definitions(inner)
+        if "$ref" not in inner:
+            return inner
+        pointer = str(inner["$ref"])
+        target = _find_target(schema, pointer)
+        if id(target) not in names:
+            nonlocal num_left
+            if target is not None:
+                num_left -= sum(1 for _ in islice(iterate_schemas(target), num_left + 1))
+            if target is None or num_left < 0:
                 # The new definitions have other names than those that are gone.
-                gone = pointer.replace("#/$defs/", "#/definitions/")
-                return {**inner, "$ref": gone} if "$ref" in inner else inner
-            names[pointer] = f"r{len(names)}"
+                return {**inner, "$ref": pointer.replace("#/$defs/", "#/definitions/")}
+            names[id(target)] = f"r{len(names)}"
             targets.append(target)
-        return {**inner, "$ref": f"#/$defs/{names[pointer]}"}
+        return {**inner, "$ref": f"#/$defs/{names[id(target)]}"}
 
     hoisted: dict[str, Any] = map_schemas(redirect, schema)
     definitions = {}
@@ -98,6 +109,16 @@ def relax_further(schema: Mapping[str, Any]) -> dict[str, Any]:
         lambda inner: {key: value for key, value in inner.items() if key in LEAST_KEYWORDS}, schema
     )
     return relaxed
+
+
+def find_unheld_keyword(schema: Mapping[str, Any]) -> str | None:
+    """Return a keyword that a grammar holds otherwise, and whose value it cannot; None: all are."""
+    for inner in iterate_schemas(schema):
+        for keyword, value in inner.items():
+            read = _READERS.get(keyword)
+            if keyword != "const" and read is not None and read(value) is None:
+                return keyword
+    return None
 
 
 def _relax_keywords(schema: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +205,7 @@ def _read_step(value: object) -> object:
 def can_hold_pattern(pattern: str) -> bool:
     """Return whether an automaton may match the pattern, so far as its text shows."""
     try:
-        re.compile(pattern)
+        re.compile(_UNICODE_CLASS.sub(r"\\w", pattern))
     except (re.error, OverflowError, RecursionError):
         return False
     return not _LOOK_AROUND.search(pattern)

@@ -34,6 +34,7 @@ from forge.server.tool_formats import CallableTool, CallFormat, HarmonyFormat, T
 from forge.server.tool_grammar import ToolGrammarBuilder, write_json_rule
 from forge.server.tool_parameters import parameter_problem
 from forge.server.tool_schema import (
+    find_unheld_keyword,
     hoist_references,
     relax_further,
     relax_schema,
@@ -87,7 +88,7 @@ class ToolSet(NamedTuple):
 
         Raises InvalidRequest for what the format cannot express.
         """
-        self._check_strict_parameters(call_format)
+        self._check_strict_tools(call_format)
         builder = create_grammar_builder(call_format, tokenizer)
         return Structure.grammar(
             builder.build_grammar(
@@ -142,11 +143,14 @@ class ToolSet(NamedTuple):
             )
         )
 
-    def _check_strict_parameters(self, call_format: CallFormat) -> None:
-        if isinstance(call_format, HarmonyFormat) or call_format.parameters is None:
-            return
+    def _check_strict_tools(self, call_format: CallFormat) -> None:
+        """Raise InvalidRequest for a strict tool whose schema a grammar of the format relaxes."""
         for field_path, tool in zip(self.field_paths, self.callable_tools, strict=True):
-            problem = parameter_problem(tool.parameters, call_format.parameters)
+            problem, keyword = None, find_unheld_keyword(tool.parameters)
+            if keyword is not None:
+                problem = f"a grammar cannot hold the value of '{keyword}'"
+            elif isinstance(call_format, ToolCallFormat) and call_format.parameters is not None:
+                problem = parameter_problem(tool.parameters, call_format.parameters)
             if problem is not None and tool.is_strict:
                 raise InvalidRequest(
                     f"{field_path}.parameters",

@@ -54,6 +54,7 @@ STRING = {"type": "string"}
         ({"properties": {"not": 5, "if": STRING}}, {"properties": {"not": {}, "if": STRING}}),
         ({"$ref": "#/$defs/gone"}, {}),
         ({"$ref": ["#"]}, {}),
+        ({"pattern": r"^\p{L}[\pN]$"}, {"pattern": r"^\p{L}[\pN]$"}),
     ],
 )
 def test_a_schema_is_relaxed_keyword_by_keyword(schema: Any, relaxed: Any) -> None:
@@ -80,6 +81,22 @@ def test_a_schema_that_cannot_be_compiled_is_relaxed_in_two_steps() -> None:
     once = relax_further(schema)
     assert once == {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert relax_further(once) == {"type": "object"}
+
+
+def test_schemas_of_hostile_clients_cost_little() -> None:
+    """References with many spellings to one schema, and schemas that combine it again and again."""
+    spellings = ["properties", "%70roperties", "pr%6fperties"]
+    options = [{"$ref": f"#/{spelling}/a"} for spelling in spellings] * 100
+    schema = {"properties": {"a": {"items": STRING}, "b": {"anyOf": options}}}
+    assert hoist_references(schema)["$defs"] == {"r0": {"items": STRING}}
+    levels: dict[str, Any] = {
+        f"d{i}": {kind: [{"$ref": f"#/$defs/d{i + 1}"}] * 100}
+        for i, kind in enumerate(["allOf", "anyOf"] * 10)
+    }
+    schema = {"$ref": "#/$defs/d0", "properties": {"v": {"$ref": "#/$defs/d1"}}, "$defs": levels}
+    tools = parse_tools([tool("f", parameters=schema)], "required", None)
+    assert tools is not None
+    tools.structure(FORMATS["qwen3_coder"], VOCABULARY, None)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -62,6 +62,8 @@ VALUES: list[tuple[Any, list[Any]]] = [
     ({**STRING, "pattern": "^[a-z]+$"}, ["abc"]),
     ({**STRING, "pattern": "x.z", "minLength": 4}, ["abxyz"]),
     ({**STRING, "pattern": "^(?!a)b"}, ["bc"]),
+    ({**STRING, "pattern": "^[a-z]{1,2000}$"}, ["bc"]),
+    ({**STRING, "pattern": "^[a-f0-9]{8}-[a-f0-9]{4}$"}, ["01234567-cdef"]),
     ({**STRING, "pattern": r"^\$\d+\$$"}, ["$12$"]),
     ({"minLength": 1}, ["Rome", 3]),
     ({"anyOf": [{**STRING, "maxLength": 3}, NULL]}, ["ab", None]),
