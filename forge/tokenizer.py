@@ -278,7 +278,7 @@ def _to_json(value: Mapping[str, Any]) -> str:
 
 def match_any(names: Iterable[str]) -> str:
     """Return the source of a pattern for any of the names, of which the longest is tried first."""
-    by_length = sorted(filter(None, names), key=len, reverse=True)
+    by_length = sorted(filter(None, names), key=lambda name: (-len(name), name))
     return "|".join(map(re.escape, by_length)) or "(?!)"
 
 
