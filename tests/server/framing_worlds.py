@@ -259,14 +259,24 @@ class RecordingTransport(asyncio.Transport):
 
 
 class Application:
-    """An ASGI application that keeps the targets it is called for."""
+    """An ASGI application that keeps the targets it is called for.
 
-    def __init__(self) -> None:
+    delays   turns of the event loop that it may wait before it reads and responds
+    """
+
+    def __init__(self, rng: random.Random | None = None, delays: tuple[int, ...] = (0,)) -> None:
         self.targets: list[bytes] = []
+        self._rng = rng or random.Random(0)
+        self._delays = delays
+
+    async def _wait(self) -> None:
+        for _ in range(self._rng.choice(self._delays)):
+            await asyncio.sleep(0)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         target = scope["raw_path"]
         self.targets.append(target)
+        await self._wait()
         status, body = 401, b""
         if target.startswith(b"/echo/"):
             status, parts = 200, []
@@ -275,6 +285,7 @@ class Application:
                 if message["type"] == "http.disconnect":
                     return
                 parts.append(message["body"])
+                await self._wait()
                 if not message["more_body"]:
                     break
             body = digest(target, b"".join(parts))
@@ -380,7 +391,7 @@ async def run_world_async(seed: int) -> Counter[str]:
     """Run the world of a seed; return how many requests of each kind were answered."""
     rng = random.Random(seed)
     cases = random_cases(rng)
-    app, loop = Application(), asyncio.get_running_loop()
+    app, loop = Application(rng, (0, 0, 1, 9)), asyncio.get_running_loop()
     transport = RecordingTransport(loop)
     connection = open_connection(app, transport, OpenConnections())
     await deliver(transport, connection, random_cuts(rng, b"".join(c.data for c in cases)), rng)

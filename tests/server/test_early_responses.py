@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from forge.server.connection import MAX_READ_BYTES, MAX_SLICE_LINES, OpenConnections
 from forge.server.transport import DRAIN_S, MAX_DRAIN_BYTES
@@ -33,15 +35,16 @@ GET = b"GET /echo/1 HTTP/1.1\r\nhost: a\r\n\r\n"
 class Wire:
     """A connection and the bytes that it has read."""
 
-    def __init__(self, connections: OpenConnections | None = None) -> None:
+    def __init__(self, connections: OpenConnections | None = None, app: Any = None) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ManualClockLoop)
         self.loop = loop
         self.transport = RecordingTransport(loop)
         self.connection = open_connection(
-            Application(), self.transport, connections or OpenConnections()
+            app or Application(), self.transport, connections or OpenConnections()
         )
         self.num_read = 0
+        self.most_unparsed = 0
 
     async def send(self, data: bytes) -> None:
         """Deliver the bytes in reads, for as long as the connection reads."""
@@ -54,6 +57,7 @@ class Wire:
                 return
             self.connection.data_received(data[:MAX_READ_BYTES])
             self.num_read += len(data[:MAX_READ_BYTES])
+            self.most_unparsed = max(self.most_unparsed, len(self.connection._unparsed))
             data = data[MAX_READ_BYTES:]
             await settle()
 
@@ -186,6 +190,35 @@ def test_forty_clients_with_small_chunks_leave_a_turn_short(name: bytes) -> None
         assert events[0] <= 40 * MAX_EVENTS
         assert max(events[each] for each in range(1, turn)) <= 2 * MAX_EVENTS
         assert events.total() > 40 * MAX_SLICE_LINES / 2
+
+    run(test)
+
+
+def test_one_read_at_most_waits_to_be_parsed() -> None:
+    """An application that reads a body resumes reading at each part of it."""
+
+    async def test() -> None:
+        wire = Wire()
+        await wire.send(CHUNKED_HEAD % b"echo" + CHUNK * 9000 + b"0\r\n\r\n" + GET * 900)
+        assert 0 < wire.most_unparsed <= MAX_READ_BYTES
+        assert wire.responses()[0].status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("part", [b"a" * 100, b"1000\r\n" + b"a" * 4096 + b"\r\n"])
+def test_a_body_that_is_not_read_is_not_received(part: bytes) -> None:
+    async def stuck(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def test() -> None:
+        wire = Wire(app=stuck)
+        framing = b"content-length: 999999" if part[:1] == b"a" else b"transfer-encoding: chunked"
+        await wire.send(
+            b"POST / HTTP/1.1\r\nhost: a\r\n" + framing + b"\r\n\r\n" + part * (10**6 // len(part))
+        )
+        assert HIGH_WATER_LIMIT < wire.num_read <= HIGH_WATER_LIMIT + 4 * MAX_READ_BYTES
+        wire.transport.close()
 
     run(test)
 
