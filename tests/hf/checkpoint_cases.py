@@ -42,6 +42,15 @@ CONFIGS: dict[str, Any] = {
         moe_intermediate_size=32,
         tie_word_embeddings=ties,
     ),
+    "granite_hybrid": lambda ties: hf.GraniteMoeHybridConfig(
+        **TINY,
+        shared_intermediate_size=96,
+        layer_types=["attention"] * 2,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+        tie_word_embeddings=ties,
+    ),
 }
 DIVISIBLE = ("llama", "qwen2", "phi3", "gemma2")
 
@@ -216,9 +225,16 @@ def change_json(path: Path, **fields: Any) -> None:
 
 
 def load_reference(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the module that transformers loads in float32, and its report."""
+    """Return the module that transformers loads in float32, and its report.
+
+    Eager attention: sdpa has no soft caps, and transformers 5.17 chooses it for Gemma 2 too.
+    """
     module, report = hf.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     return module.eval(), report
 

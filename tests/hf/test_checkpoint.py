@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,14 @@ def test_a_model_whose_attention_is_plain_is_not_refused(kind: str) -> None:
     config = getattr(transformers, f"{kind}Config")()
     module_class = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
     refuse_unsupported(config, module_class)
+
+
+@pytest.mark.parametrize("kinds", [["attention"] * 2, ["mamba", "attention"]])
+def test_a_hybrid_without_a_layer_that_has_a_state_is_not_refused(kinds: list[str]) -> None:
+    config = transformers.GraniteMoeHybridConfig(num_hidden_layers=2, layer_types=kinds)
+    refused = pytest.raises(InvalidConfig, match="has layers with a state")
+    with refused if "mamba" in kinds else nullcontext():
+        refuse_unsupported(config, transformers.GraniteMoeHybridForCausalLM)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])

@@ -455,6 +455,8 @@ def refuse_folder(folder: Path, end_ids: Sequence[int] = ()) -> str:
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "has no tokenizer.json. Add the files" in refuse_folder(tmp_path)
+    (tmp_path / "tekken.json").touch()
+    assert "has no tokenizer.json; its tekken.json is not read. Add" in refuse_folder(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {"type": "nonesuch"}}'])

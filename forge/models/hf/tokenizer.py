@@ -36,6 +36,9 @@ from forge.tokenizer import ChatEnd, ChatMessage, check_chat_length, match_any
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which any one makes a tokenizer."""
 
+OTHER_TOKENIZER_FILES = ("tekken.json", "tiktoken.model", "qwen.tiktoken")
+"""Files of other libraries, which a refusal names."""
+
 BREAK_MARK = "\udcff"
 """Character that breaks names of special tokens in a message while its chat is rendered.
 
@@ -145,8 +148,10 @@ class HFTokenizer:
                      its import takes a second more
         """
         if not any((folder / name).exists() for name in TOKENIZER_FILES):
+            found = [name for name in OTHER_TOKENIZER_FILES if (folder / name).exists()]
+            also = f"; its {found[0]} is not read" if found else ""
             raise InvalidConfig(
-                "model", f"{folder} has no tokenizer.json", "Add the files of its tokenizer"
+                "model", f"{folder} has no tokenizer.json{also}", "Add the files of its tokenizer"
             )
         with silence_transformers():
             try:

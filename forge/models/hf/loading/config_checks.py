@@ -28,6 +28,9 @@ ATTENTION_SINK_TYPES = {
 }
 """Model types whose attention has a learned logit in addition to those of the keys."""
 
+STATES_BY_LAYER = {"granitemoehybrid"}
+"""Model types whose layers have a state only where `layer_types` has other than attention."""
+
 POSITIVE_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -79,7 +82,9 @@ def refuse_unsupported(config: Any, module_class: Any) -> None:
     def has(field: str) -> bool:
         return bool(getattr(config, field, None))
 
-    layer_types = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS
+    all_types = set(getattr(config, "layer_types", None) or ())
+    layer_types = all_types - ATTENTION_KINDS
+    has_attention_alone = config.model_type in STATES_BY_LAYER and all_types and not layer_types
     alibi = (
         config.model_type == "bloom"
         or has("alibi")
@@ -93,7 +98,9 @@ def refuse_unsupported(config: Any, module_class: Any) -> None:
             or config.model_type == "bert-generation"
         ),
         "layers that read another model": config.model_type.endswith("_assistant"),
-        "layers with a state": getattr(module_class, "_is_stateful", False),
+        "layers with a state": (
+            getattr(module_class, "_is_stateful", False) and not has_attention_alone
+        ),
         f"layers of {', '.join(sorted(map(str, layer_types)))}": bool(layer_types),
         "latent attention (MLA)": has("kv_lora_rank"),
         "attention sinks": config.model_type in ATTENTION_SINK_TYPES,

@@ -32,8 +32,11 @@ from forge.models.hf.weight_names import module_weight_names
 FLOAT_DTYPES = {"BF16", "F16", "F32", "F64"}
 """safetensors' names of dtypes that hold a weight as it is."""
 
-QUANTIZATION_PATTERN = r"(scales?|scale_inv|zeros|zero_point|qweight|g_idx|absmax|quant_map)$"
-"""Ends of the names that quantised weights and their factors have."""
+QUANTIZATION_PATTERN = (
+    r"(_scale_inv|[._](weight|input|output|[qkv])_(scale|zero_point|packed)|_blocks|[._]scales"
+    r"|\.(qweight|qzeros|g_idx)|absmax|quant_map)$"
+)
+"""Ends of names of quantised weights and of their factors: fp8, GPTQ, AWQ, MXFP4, bitsandbytes."""
 
 COMPARED_ROWS = 4096
 """Rows of two tensors that are in memory while they are compared."""
