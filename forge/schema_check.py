@@ -1,34 +1,30 @@
 """SchemaCheck: whether a finished JSON text has its schema once a parser has read it.
 
-Owns what a parser merges and a grammar cannot: two spellings of one name, a name that comes twice,
-a number that rounds to another. Knows no tokens and no request.
+Owns the rules of keywords, and how many comparisons one output may take. Knows no tokens and no
+request.
 
-    {"path": "/tmp/a", "\\u0070ath": "/etc"}    a grammar reads two names, a parser keeps the last
+    text ──parse_json──► value ──compare──► "/path: enum", or None
+                                   │
+                                   └──► each part of the value, once with each part of the schema
 
-Cost is bounded for any schema: each value is compared once with each schema, and comparisons are
-counted. Regexes are llguidance's, which never backtrack. No reference is fetched.
+Always true: the cost is bounded for any schema. Comparisons are counted; regexes are llguidance's,
+which never backtrack; no reference is fetched.
 """
 
 from __future__ import annotations
 
 import json
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sized
 from fractions import Fraction
 from functools import cache
-from itertools import chain
-from math import isinf
 from typing import Any
-from urllib.parse import unquote, urljoin
 
 import llguidance
 
 from forge.schema_grammar import prepare_schema
-from forge.schema_keywords import iterate_subschemas
-
-MAX_NESTING = 128
-"""Most lists and objects within each other: serde_json reads 128, and Python fewer than 1,000."""
+from forge.schema_references import find_references
+from forge.strict_json import SchemaViolation, measure_json, parse_json
 
 MIN_STEPS, STEPS_PER_VALUE, MAX_STEPS = 10_000, 256, 500_000
 """Comparisons of a value with a keyword: those that any output may take, more for each value in it,
@@ -49,73 +45,6 @@ _TYPE_NAMES: dict[type, tuple[str, ...]] = {
     **{type(None): ("null",), bool: ("boolean",), str: ("string",), list: ("array",)},
     **{dict: ("object",), float: ("number",), int: ("number", "integer")},
 }
-
-
-class SchemaViolation(ValueError):
-    """A finished output does not have its schema."""
-
-
-def parse_json(text: str) -> Any:
-    """Return the JSON value. Raises SchemaViolation where parsers would return different ones."""
-    try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_create_object,
-            parse_int=_parse_int,
-            parse_float=_parse_float,
-            parse_constant=_refuse_constant,
-        )
-    except SchemaViolation:
-        raise
-    except ValueError as error:
-        raise SchemaViolation(f"it is not JSON: {error}") from None
-    except RecursionError:
-        raise SchemaViolation(f"it nests more than {MAX_NESTING} deep") from None
-    if _measure(value)[2] > MAX_NESTING:
-        raise SchemaViolation(f"it nests more than {MAX_NESTING} deep")
-    if "\\ud" in text.lower():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise SchemaViolation("it has half a surrogate pair") from None
-    return value
-
-
-def _create_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise SchemaViolation(f"the name {name[:64]!a} comes twice in an object")
-    return value
-
-
-def _parse_float(text: str) -> float:
-    number = float(text)
-    if isinf(number):
-        raise SchemaViolation("it has a number that is too large for a double")
-    return number
-
-
-def _parse_int(text: str) -> int:
-    _parse_float(text)  # so it has at most 309 digits; Python itself refuses 4,301
-    return int(text)
-
-
-def _refuse_constant(name: str) -> None:
-    raise SchemaViolation(f"it has {name}, which is not JSON")
-
-
-def _measure(value: Any) -> tuple[int, int, int]:
-    """Return how many values and characters of strings there are, and how deep lists nest."""
-    num_values, num_chars, depth, level = 0, 0, 0, [value]
-    while level:
-        num_values += len(level)
-        num_chars += sum(len(item) for item in level if isinstance(item, str))
-        inner = [item for item in level if isinstance(item, dict | list)]
-        depth += bool(inner)
-        lists = (item if isinstance(item, list) else item.values() for item in inner)
-        level = list(chain.from_iterable(lists))
-    return num_values, num_chars, depth
 
 
 class _Comparison:
@@ -165,7 +94,7 @@ class SchemaCheck:
         self._schema = schema
         root = schema if isinstance(schema, dict) else {}
         has_prefix_items = not any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
-        schemas, references = _find_references(schema)
+        schemas, references = find_references(schema)
         self._rules = {id(each): list(_create_rules(each, has_prefix_items)) for each in schemas}
         for each, target in references:
             self._rules[id(each)].append(_reference_rule(target))
@@ -185,7 +114,7 @@ class SchemaCheck:
 
         Raises ValueError where that takes too many steps.
         """
-        num_values, num_chars, _ = _measure(value)
+        num_values, num_chars, _ = measure_json(value)
         max_steps = min(MIN_STEPS + STEPS_PER_VALUE * num_values, MAX_STEPS) + num_chars
         try:
             problem = _Comparison(self._rules, max_steps).compare(value, self._schema)
@@ -290,7 +219,7 @@ def _simple_rules(
 def _literal_rule(keyword: str, literals: list[Any]) -> _Rule:
     scalars = {_key(each) for each in literals if not isinstance(each, dict | list)}
     others = [each for each in literals if isinstance(each, dict | list)]
-    num_steps = _measure(others)[0]
+    num_steps = measure_json(others)[0]
 
     def find(value: Any, comparison: _Comparison) -> str | None:
         if not isinstance(value, dict | list):
@@ -446,61 +375,3 @@ def _array_rule(schema: dict[str, Any], has_prefix_items: bool) -> _Rule:
         return None
 
     return find
-
-
-# References.
-
-
-def _find_references(root: object) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], Any]]]:
-    """Return the schemas in the root, and those that have a reference, each with what it names.
-
-    A reference may name a literal, which then is a schema. One to another document names nothing
-    here, and llguidance refuses it.
-    """
-    resources: dict[str, Any] = {"": root}
-    schemas: dict[int, dict[str, Any]] = {}
-    references: list[tuple[dict[str, Any], str]] = []
-
-    def visit(start: object, base: str) -> None:
-        stack = [(start, base)]
-        while stack:
-            schema, base = stack.pop()
-            if not isinstance(schema, dict) or id(schema) in schemas:
-                continue
-            schemas[id(schema)] = schema
-            if isinstance(schema.get("$id"), str):
-                base = urljoin(base, schema["$id"]).removesuffix("#")
-                resources[base] = schema
-            if isinstance(schema.get("$anchor"), str):
-                resources[f"{base}#{schema['$anchor']}"] = schema
-            if isinstance(schema.get("$ref"), str):
-                references.append((schema, base))
-            stack += ((each, base) for each in iterate_subschemas(schema))
-
-    visit(root, "")
-    targets = []
-    for schema, base in references:  # which grows
-        reference = schema["$ref"]
-        uri = base + reference if reference.startswith("#") else urljoin(base, reference)
-        document, _, fragment = uri.partition("#")
-        if fragment.startswith("/"):
-            target = _find_pointer(resources.get(document), fragment)
-        else:
-            target = resources.get(uri.removesuffix("#"))
-        if target is not None:
-            visit(target, document)
-            targets.append((schema, target))
-    return list(schemas.values()), targets
-
-
-def _find_pointer(value: Any, pointer: str) -> Any:
-    """Return the value that a JSON pointer names, or None."""
-    for part in unquote(pointer).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, dict):
-            value = value.get(name)
-        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-            value = value[int(name)]
-        else:
-            return None
-    return value

@@ -41,9 +41,10 @@ from forge.feedback_queue import COMPILE_LEVELS, QueueLevel
 from forge.mask_threads import MIN_MASKS, MaskThreads
 from forge.reasoning_matcher import ReasoningMasks, ReasoningMatcher
 from forge.request import Reasoning, Structure, StructureKind, num_properties
-from forge.schema_check import SchemaCheck, SchemaViolation
+from forge.schema_check import SchemaCheck
 from forge.schema_grammar import prepare_schema
 from forge.sequence import GrammarMatcher
+from forge.strict_json import SchemaViolation
 from forge.tokenizer import Tokenizer, Vocabulary
 
 MAX_SCHEMA_PROPERTIES = 400

@@ -24,7 +24,6 @@ from forge.errors import EngineClosed, EngineDead, InvalidRequest
 from forge.llm import PromptFields
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
-from forge.schema_check import SchemaViolation
 from forge.sequence import STRUCTURE_ERROR_PREFIX
 from forge.server.admission import AdmissionQueue
 from forge.server.errors import (
@@ -47,6 +46,7 @@ from forge.server.time_slicing import (
     encode_json,
     run_in_slices,
 )
+from forge.strict_json import SchemaViolation
 
 THREAD_MIN_LENGTH = 32768
 """Characters or ids of all prompts above which they are tokenized in a thread."""

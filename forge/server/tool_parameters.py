@@ -23,9 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from forge.schema_check import SchemaCheck, parse_json
+from forge.schema_check import SchemaCheck
 from forge.server.tool_formats import ParameterSyntax
 from forge.server.tool_schema import JSON_TYPES, can_hold_pattern, relax_schema
+from forge.strict_json import parse_json
 
 MAX_TEXT_LENGTH = 64
 """Largest bound on a text's length that a mask enforces. Each length is a state of its own, and its

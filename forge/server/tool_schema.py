@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
-from urllib.parse import unquote
 
 from forge.schema_keywords import iterate_schemas, map_schemas
+from forge.schema_references import find_pointer
 
 JSON_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string")
 MAX_HOISTED = 10_000
@@ -83,15 +83,7 @@ def _find_target(schema: Mapping[str, Any], pointer: str) -> Any:
     """Return the schema within `schema` that a reference points to, or None."""
     if pointer != "#" and not pointer.startswith("#/"):
         return None
-    found: Any = schema
-    for part in pointer.split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
+    found = find_pointer(schema, pointer[1:])
     return found if isinstance(found, dict | bool) else None
 
 

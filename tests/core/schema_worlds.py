@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
 from forge.request import Reasoning, Structure
-from forge.schema_check import SchemaViolation
 from forge.sequence import GrammarMatcher
+from forge.strict_json import SchemaViolation
 from forge.structured_output import LLGuidanceBackend
 from forge.tokenizer import ByteTokenizer
 

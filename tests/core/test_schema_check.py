@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from forge.schema_check import MAX_NESTING, SchemaCheck, SchemaViolation, parse_json
+from forge.schema_check import SchemaCheck
 from forge.schema_grammar import prepare_schema
+from forge.strict_json import MAX_NESTING, SchemaViolation, parse_json
 
 PATH: dict[str, Any] = {"properties": {"path": {"enum": ["/tmp/a"]}}, "required": ["path"]}
 EXPRESSION: dict[str, Any] = {

@@ -31,8 +31,8 @@ from forge.request import (
     Reasoning,
     ThinkingBudget,
 )
-from forge.schema_check import SchemaViolation
 from forge.sequence import GrammarMatcher
+from forge.strict_json import SchemaViolation
 from forge.structured_output import (
     CACHE_MIB,
     MAX_CHECKED_STRUCTURES,

@@ -47,7 +47,7 @@ ENGINE_AND_BELOW = {
     "absent_model",
     *("recorder", "grammar_backend", "matchers", "stop_strings", "failure_log"),
     "wait_reasons",
-    *("schema_keywords", "schema_grammar", "schema_check"),
+    *("schema_keywords", "schema_references", "schema_grammar", "schema_check", "strict_json"),
     *("reasoning_counter", "thinking_budget"),
 }
 HOSTS = {"engine_loop", "engine_messages", "engine_thread", "engine_process"}
@@ -75,7 +75,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "timings": set(),
     "schema_keywords": set(),
     "schema_grammar": {"schema_keywords"},
-    "schema_check": {"schema_grammar", "schema_keywords"},
+    "schema_references": {"schema_keywords"},
+    "strict_json": set(),
+    "schema_check": {"schema_grammar", "schema_references", "strict_json"},
     "request": {"errors", "schema_keywords", "timings"},
     "seam": {"request"},
     "sampling": {"errors", "request", "seam"},
@@ -127,7 +129,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "reasoning_matcher": {"request", "sequence"},
     "structured_output": {
         *("errors", "feedback_queue", "mask_threads", "reasoning_matcher"),
-        *("request", "schema_check", "schema_grammar", "sequence", "tokenizer"),
+        *("request", "schema_check", "schema_grammar", "sequence", "strict_json"),
+        "tokenizer",
     },
     "feedback_queue": set(),
     "grammar_sandbox": {"errors", "feedback_queue", "request", "structured_output", "tokenizer"},
