@@ -98,17 +98,20 @@ class ToolParameter(NamedTuple):
     def read_text(self, text: str) -> str:
         """Return the JSON of a value that was written as this text, where it may be a string."""
         assert self.text is not None, "its values are JSON"
-        if text in self.words and text not in self.text.choices:
-            return self.words[text]
-        if self.may_be_json(text) and text not in self.text.choices:
-            try:
-                value = parse_json(text)
-                if not isinstance(value, str):
-                    if SchemaCheck(self.other or {}).find_value_violation(value) is None:
-                        return text
-            except ValueError:
-                pass
+        if text not in self.text.choices:
+            if text in self.words:
+                return self.words[text]
+            if self.may_be_json(text) and self._has_other(text):
+                return text
         return json.dumps(text, ensure_ascii=False)
+
+    def _has_other(self, text: str) -> bool:
+        """Return whether the text is JSON of one of the values that are no strings."""
+        try:
+            value = parse_json(text)
+            return SchemaCheck(self.other or {}).find_value_violation(value) is None
+        except ValueError:
+            return False
 
     def may_be_json(self, text: str) -> bool:
         """Return whether a value that begins with this text may be no string."""
