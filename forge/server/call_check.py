@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from forge.request import Structure, StructureKind
 from forge.schema_check import SchemaCheck
@@ -38,9 +37,9 @@ class CallCheck:
         self.violation: str | None = None
         self._tools = {tool.name: tool for tool in tools}
         self._syntax = call_format.parameters if isinstance(call_format, ToolCallFormat) else None
-        self._answer_schema: Any = None
+        self._answer_schema = ""
         if self._tools and structure is not None and structure.kind is StructureKind.JSON_SCHEMA:
-            self._answer_schema = json.loads(structure.text)
+            self._answer_schema = structure.text
         self._has_calls = False
         self._name = ""
         self._pieces: list[str] = []  # of the arguments of a call, or of an answer without calls
@@ -54,7 +53,7 @@ class CallCheck:
                 self._pieces.clear()
                 self._name = event.name
             elif isinstance(event, ArgumentsPiece) or (
-                isinstance(event, TextPiece) and self._answer_schema is not None
+                isinstance(event, TextPiece) and self._answer_schema and not self._has_calls
             ):
                 self._pieces.append(event.text)
 
@@ -68,8 +67,8 @@ class CallCheck:
             self._end_call()
         elif ends_by_itself:
             self.violation = self.violation or "the answer ended within a call"
-        if ends_by_itself and self._answer_schema is not None and not self._has_calls:
-            self._check("the answer", self._answer_schema)
+        if ends_by_itself and self._answer_schema and not self._has_calls:
+            self._check("the answer", json.loads(self._answer_schema))
 
     def _end_call(self) -> None:
         if not self._name:
@@ -80,7 +79,7 @@ class CallCheck:
             schema = held_schema(schema, self._syntax)
         self._check(f"the arguments of the call of '{tool.name}'", schema)
 
-    def _check(self, part: str, schema: Mapping[str, Any] | bool) -> None:
+    def _check(self, part: str, schema: Mapping[str, object] | bool) -> None:
         """Compare the pieces with a schema."""
         if self.violation is not None:
             return

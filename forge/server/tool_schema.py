@@ -97,10 +97,16 @@ def relax_further(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part of a relaxed schema that cannot be compiled; in the end, any object."""
     if all(inner.keys() <= LEAST_KEYWORDS for inner in iterate_schemas(schema)):
         return dict(ANY_ARGUMENTS)
-    relaxed: dict[str, Any] = map_schemas(
-        lambda inner: {key: value for key, value in inner.items() if key in LEAST_KEYWORDS}, schema
-    )
+    relaxed: dict[str, Any] = map_schemas(_drop_keywords, schema)
     return relaxed
+
+
+def _drop_keywords(schema: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in schema.items() if key in LEAST_KEYWORDS}
+    if "patternProperties" in schema:
+        # A name that a lost pattern allowed is now a further one.
+        kept.pop("additionalProperties", None)
+    return kept
 
 
 def find_unheld_keyword(schema: Mapping[str, Any]) -> str | None:
@@ -134,8 +140,7 @@ def _relax_keywords(schema: dict[str, Any]) -> dict[str, Any]:
         else:
             kept["anyOf"] = options
     if kept.get("patternProperties") != schema.get("patternProperties"):
-        # A name that a lost pattern allowed is now a further one.
-        kept.pop("additionalProperties", None)
+        kept.pop("additionalProperties", None)  # as in _drop_keywords
     if kept.keys() & {"minProperties", "maxProperties"} and not _counts_properties(kept):
         kept.pop("minProperties", None)
         kept.pop("maxProperties", None)
