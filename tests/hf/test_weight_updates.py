@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from forge import LLM, SamplingParams  # noqa: E402
@@ -21,7 +21,7 @@ from forge.errors import EngineDead, EnginePaused, InvalidWeights  # noqa: E402
 from forge.models.hf.model import HFModel, check_free_memory  # noqa: E402
 from forge.models.hf.weights import ModelWeights  # noqa: E402
 from forge.weights import NamedWeights, WeightFiles  # noqa: E402
-from tests.hf.families import create_module  # noqa: E402
+from tests.hf.families import SMALL, create_module, create_module_from_config  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -186,6 +186,28 @@ def test_an_update_may_have_the_names_that_a_start_reads(
         with pytest.raises(InvalidWeights, match=r"it is model\.norm\.weight again"):
             llm.update_weights({**tensors, "model.norm.weight": tensors["norm.weight"]})
         assert generate(llm) == qwen3.new_outputs
+
+
+def test_buffers_that_a_checkpoint_has_are_updated_too(root: Path) -> None:
+    """The bias of GLM 4.5's router is a buffer of its module and a tensor of its files."""
+    folder = save_checkpoint(root / "router")
+    config = transformers.Glm4MoeConfig(
+        **{**SMALL, "num_hidden_layers": 2, "head_dim": 16, "n_routed_experts": 8},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    )
+    for seed in (0, 1):
+        module = create_module_from_config(config, torch.float32, seed=seed)
+        bias = module.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+        bias.copy_(torch.arange(8.0) * (1 - 2 * seed))
+        new = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        if seed == 0:
+            module.save_pretrained(folder)
+    with LLM(str(folder), **OPTIONS) as llm:
+        generate(llm)
+        llm.update_weights(new)
+        module.save_pretrained(folder)
+        with LLM(str(folder), **OPTIONS) as fresh:
+            assert generate(llm) == generate(fresh)
 
 
 def test_two_names_of_one_tensor_must_agree() -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 HARMLESS_PATTERNS = (
     # Computed from the configuration.
     *(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"(^|\.)position_ids$"),
-    r"\.masked_bias$",
+    *(r"\.(masked_bias|causal_mask)$", r"\._extra_state$"),
     # Predictions of further tokens: parts of another model, which drafts.
     r"(^|\.)mtp[._]",
     # Encoders of images and sound. A configuration of text alone has none.
@@ -29,7 +29,6 @@ HARMLESS_PATTERNS = (
 
 MASK_PATTERN = r"(^|\.)(attn|attention)\.bias$"
 """Causal masks of older checkpoints, [1, 1, positions, positions]. Biases have one dimension."""
-MASK_DIMENSIONS = 4
 
 
 class WeightNames(NamedTuple):
@@ -52,7 +51,7 @@ class WeightNames(NamedTuple):
 
     def is_harmless(self, stored_name: str, shape: Sequence[int]) -> bool:
         """Return whether the model computes the same without this tensor."""
-        if len(shape) == MASK_DIMENSIONS and re.search(MASK_PATTERN, stored_name):
+        if len(shape) > 1 and re.search(MASK_PATTERN, stored_name):
             return True
         return any(re.search(pattern, stored_name) for pattern in self.harmless)
 

@@ -20,6 +20,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,12 +47,17 @@ class ModelWeights:
     parameters   tensor of each name in the module, with the checkpoint's shape. Several names may
                  be of one tensor
     names        names that sources write; None: those of the parameters
+    buffers      tensors that checkpoints have too, such as the bias of a router; a sleep keeps them
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.Tensor], names: WeightNames | None = None
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        names: WeightNames | None = None,
+        buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._parameters = parameters
+        self._buffers = buffers
         self._names = names or WeightNames(parameters, prefix="")
         self._saved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
         self._lacks_content = False
@@ -88,14 +94,19 @@ class ModelWeights:
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         with torch.inference_mode():  # Each thread has a mode of its own.
-            self._parameters[name].copy_(tensor)
+            self._target(name).copy_(tensor)
+
+    def _target(self, name: str) -> torch.Tensor:
+        """Return the parameter or buffer of this name."""
+        parameter = self._parameters.get(name)
+        return self._buffers[name] if parameter is None else parameter
 
     def _match(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors by the names of their parameters, without those of no weight."""
         tensors: dict[str, torch.Tensor] = {}
         for stored_name, tensor in named.items():
             name = self._names.find(stored_name)
-            if name is None or name not in self._parameters:
+            if name is None or (name not in self._parameters and name not in self._buffers):
                 if self._names.is_harmless(stored_name, tensor.shape):
                     continue
                 raise self._unknown(stored_name)
@@ -110,7 +121,7 @@ class ModelWeights:
             raise InvalidWeights("weights", "there are none", "Give at least one tensor")
         first_names: dict[tuple[int, int], str] = {}
         for name, tensor in tensors.items():
-            parameter = self._parameters[name]
+            parameter = self._target(name)
             _check_tensor(name, tensor, parameter)
             first = first_names.setdefault(_place(parameter), name)
             if first != name and not torch.equal(tensors[first].to(tensor.device), tensor):
@@ -156,7 +167,7 @@ class ModelWeights:
         self._saved.clear()
         for storage in self._storages():
             storage.resize_(0)
-        self._parameters = {}
+        self._parameters, self._buffers = {}, {}
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Return the memory of the parameters, each once.

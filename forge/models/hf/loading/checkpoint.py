@@ -369,6 +369,16 @@ def module_parameters(module: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.data for name, parameter in parameters}
 
 
+def module_buffers(module: Any) -> dict[str, torch.Tensor]:
+    """Return the floating buffers that a checkpoint has, by their names."""
+    buffers = dict(module.named_buffers())
+    return {
+        name: buffers[name]
+        for name in module.state_dict()
+        if name in buffers and buffers[name].is_floating_point()
+    }
+
+
 def check_memory(needed_bytes: int, device: torch.device) -> None:
     """Raise InvalidConfig where the weights alone exceed the device's memory."""
     if device.type == "cuda":

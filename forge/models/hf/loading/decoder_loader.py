@@ -44,6 +44,7 @@ from forge.models.hf.loading.checkpoint import (
     CheckpointSummary,
     check_memory,
     mean_layer_weights,
+    module_buffers,
     module_parameters,
 )
 from forge.models.hf.loading.decoder_record import DecoderRecord
@@ -270,7 +271,9 @@ def load_decoder(
         layer_weights,
         use_graphs,
         prefill,
-        ModelWeights(module_parameters(module), module_weight_names(module)),
+        ModelWeights(
+            module_parameters(module), module_weight_names(module), module_buffers(module)
+        ),
     )
 
 
