@@ -43,11 +43,11 @@ from forge.server.admission import AdmissionQueue
 from forge.server.batch_chat import BatchChatRequest, BatchChatResponse
 from forge.server.chat import ChatCompletionResponse, ChatRequest
 from forge.server.chat_formats import ChatFormats, find_chat_formats
+from forge.server.choice_end import end_fields, find_violation
 from forge.server.completions import (
     CompletionRequest,
     CompletionResponse,
     GenerateRequest,
-    end_fields,
 )
 from forge.server.error_responses import EXCEPTION_HANDLERS
 from forge.server.errors import APIError, engine_dead_error
@@ -413,7 +413,7 @@ def _build_generate_body(
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "finish_reason": output.finish_reason,
-        **end_fields(output.choices[0]),
+        **end_fields(output.choices[0], find_violation(output.choices[0])),
         **timings.fields(num_prompt, output.cached_tokens.total, num_output),
     }
 

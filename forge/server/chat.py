@@ -36,11 +36,10 @@ from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.chat_choice import ChatChoice
 from forge.server.chat_formats import ChatFormats
+from forge.server.choice_end import encode_end, end_fields
 from forge.server.completions import (
     StreamingRequest,
-    encode_end,
     encode_last_chunk,
-    end_fields,
     usage,
 )
 from forge.server.errors import excerpt
@@ -511,7 +510,7 @@ class ChatCompletionResponse:
                     "logprobs": self._logprobs_object(content),
                     "finish_reason": chat_choice.finish_reason(choice.finish_reason),
                     "token_ids": choice.token_ids if self._returns_ids else None,
-                    **end_fields(choice),
+                    **end_fields(choice, chat_choice.violation),
                 }
             )
             self._timings.add(choice.timings)
@@ -542,7 +541,8 @@ class ChatCompletionResponse:
             scores = self._logprobs_object(self._logprob_entries(delta.logprobs))
             logprobs = json.dumps(scores, separators=(",", ":"), allow_nan=False)
         deltas = chat_choice.encode_deltas(delta)
-        finish = encode_end(chat_choice.finish_reason(delta.finish_reason), delta)
+        reason = chat_choice.finish_reason(delta.finish_reason)
+        finish = encode_end(reason, delta, chat_choice.violation)
         *first, last = deltas or [chat_choice.empty_delta]
         chunks += [self._chunk(delta.choice, piece, "null", "null") for piece in first]
         if self._returns_ids:

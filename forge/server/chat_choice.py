@@ -61,7 +61,7 @@ class ChatChoice:
         return self._parser.num_reasoning_tokens
 
     def message(self, choice: ChoiceOutput) -> dict[str, object]:
-        """Return the whole message of a choice. Raises APIError where it lacks its schema."""
+        """Return the whole message of a choice."""
         parser = self._parser
         parser.count_tokens(choice.token_ids)
         texts: list[str] = []
@@ -82,8 +82,15 @@ class ChatChoice:
         message |= dict.fromkeys(self._reasoning_keys, "".join(reasoning) or None)
         return {**message, "tool_calls": calls} if calls else message
 
+    @property
+    def violation(self) -> str | None:
+        """Return how the choice violates its schema, or None. It is known at its end."""
+        return self._parser.violation
+
     def finish_reason(self, engine_reason: str | None) -> str | None:
         """Return why the choice ended; the reason of a call only where every call is complete."""
+        if engine_reason is not None and self.violation is not None:
+            return "error"
         calls_complete = self._parser.num_calls and not self._parser.is_open
         return (
             self._call_finish_reason
@@ -106,7 +113,6 @@ class ChatChoice:
         """Return the JSON of a delta for each piece that is certain now.
 
         Where no tool may be called, each of the engine's deltas but the last gives at least one.
-        Raises APIError for the last one where the choice lacks its schema.
         """
         parser, is_last = self._parser, delta.finish_reason is not None
         parser.count_tokens(delta.token_ids)

@@ -16,17 +16,16 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from forge.errors import InvalidRequest
-from forge.outputs import ChoiceOutput, RequestOutput, TextDelta
+from forge.outputs import RequestOutput, TextDelta
 from forge.request import (
-    INITIAL_WEIGHTS,
     NOTHING_CACHED,
     CachedTokens,
-    OutputWeights,
     Request,
     SamplingParams,
     TokenLogprob,
 )
 from forge.sampling_defaults import SamplingDefaults
+from forge.server.choice_end import encode_end, end_fields, find_violation
 from forge.server.errors import excerpt
 from forge.server.legacy_logprobs import LegacyLogprobs, TokenNamer, echo_text, name_by_id
 from forge.server.prompt_logprobs import build_prompt_logprobs
@@ -247,32 +246,6 @@ def _compact_json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def weights_fields(weights: OutputWeights) -> dict[str, object]:
-    """Return the fields of a choice that say which weights it is of: none before an update."""
-    if weights == INITIAL_WEIGHTS:
-        return {}
-    return {"weight_version": weights.version, "num_stale_tokens": weights.num_stale_tokens}
-
-
-def end_fields(end: ChoiceOutput | TextDelta) -> dict[str, object]:
-    """Return the fields of a choice that its end decides, besides the finish reason.
-
-    end   the choice, or its last delta
-    """
-    return {
-        "stop_reason": end.stop_match.reason,
-        "matched_stop": end.stop_match.matched,
-        **weights_fields(end.weights),
-    }
-
-
-def encode_end(finish_reason: str | None, delta: TextDelta) -> str:
-    """Return the JSON of a chunk's finish reason, which the last one's `end_fields` follow."""
-    if finish_reason is None:
-        return "null"
-    return f'"{finish_reason}",{_compact_json(end_fields(delta))[1:-1]}'
-
-
 def encode_last_chunk(chunk_head: str, fields: dict[str, Any]) -> list[str]:
     """Return the JSON of a chunk without choices that has these fields, or nothing without any.
 
@@ -350,7 +323,7 @@ class CompletionResponse:
                         "prompt_logprobs": prompt_logprobs,
                         "prompt_token_ids": output.prompt_token_ids if returns_ids else None,
                         "token_ids": choice.token_ids if returns_ids else None,
-                        **end_fields(choice),
+                        **end_fields(choice, find_violation(choice)),
                     }
                 )
                 self._completion_tokens += len(choice.token_ids)
@@ -396,7 +369,8 @@ class CompletionResponse:
         self._completion_tokens += len(delta.token_ids)
         self._cached_tokens = self._cached_tokens.plus(delta.cached_tokens)
         self._timings.add(delta.timings)
-        end = encode_end(delta.finish_reason, delta) + self._encode_ids(p, delta)
+        end = encode_end(delta.finish_reason, delta, find_violation(delta))
+        end += self._encode_ids(p, delta)
         yield self._chunk(p, delta.choice, text + delta.text, block, end)
 
     def _chunk(

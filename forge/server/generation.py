@@ -26,12 +26,12 @@ from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams
 from forge.sequence import STRUCTURE_ERROR_PREFIX
 from forge.server.admission import AdmissionQueue
+from forge.server.choice_end import find_violation
 from forge.server.errors import (
     APIError,
     ClientDisconnected,
     engine_dead_error,
     request_failed_error,
-    schema_violation_error,
     shutting_down_error,
     structure_too_complex_error,
 )
@@ -46,7 +46,6 @@ from forge.server.time_slicing import (
     encode_json,
     run_in_slices,
 )
-from forge.strict_json import SchemaViolation
 
 THREAD_MIN_LENGTH = 32768
 """Characters or ids of all prompts above which they are tokenized in a thread."""
@@ -190,20 +189,18 @@ def _engine_error(exc: EngineDead, http_request_id: str) -> APIError:
 def _is_failure(llm: AsyncLLM, delta: TextDelta) -> bool:
     """Return whether the delta ends its request without a result.
 
-    An abort by a running engine is that of a pause, and the tokens so far are the result.
+    An abort by a running engine is that of a pause, and the tokens so far are the result. A choice
+    that violates its schema is complete, and ends alone.
     """
-    is_abort = delta.finish_reason == "abort"
-    return delta.finish_reason == "error" or (is_abort and llm.failure is not None)
+    if delta.finish_reason == "abort":
+        return llm.failure is not None
+    return delta.finish_reason == "error" and find_violation(delta) is None
 
 
 def _delta_error(llm: AsyncLLM, delta: TextDelta, http_request_id: str) -> APIError:
     if delta.finish_reason == "abort":
         return shutting_down_error()
-    kind, _, problem = (delta.error or "").partition(": ")
-    if kind == STRUCTURE_ERROR_PREFIX:
-        name, _, violation = problem.partition("(")
-        if name == SchemaViolation.__name__:
-            return schema_violation_error(violation[1:-2])  # of its repr, without quotes
+    if (delta.error or "").startswith(f"{STRUCTURE_ERROR_PREFIX}: "):
         return structure_too_complex_error()
     LOG.error("request %s failed: %s", http_request_id, delta.error)
     return request_failed_error() if llm.failure is None else engine_dead_error()

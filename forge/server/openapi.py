@@ -137,9 +137,12 @@ SESSION_PARAMETER = {
 
 
 _LOGPROB = {"type": "number", "maximum": 0}
-_FINISH_REASON = {"enum": ["stop", "length", "abort"]}
+_FINISH_REASON = {"enum": ["stop", "length", "abort", "error"]}
 _STOP = or_null({"type": ["integer", "string"]})
 _STOPS = {"stop_reason": _STOP, "matched_stop": _STOP}
+_ERROR = object_schema(
+    message=STRING, type=STRING, param={"type": "null"}, code={"const": "schema_violation"}
+)
 _IDS = list_schema(COUNT)
 _USAGE = with_optional(
     object_schema(
@@ -198,7 +201,9 @@ def _completion_schema(kind: str, **choice: Any) -> dict[str, Any]:
     """Return the schema of a response whose choices have these properties."""
     ids = or_null(_IDS)
     prompt = {"prompt_token_ids": ids, "prompt_logprobs": or_null(_PROMPT_LOGPROBS)}
-    item = with_optional(object_schema(index=COUNT, **choice, **_STOPS), **prompt, token_ids=ids)
+    item = with_optional(
+        object_schema(index=COUNT, **choice, **_STOPS), **prompt, token_ids=ids, error=_ERROR
+    )
     schema = object_schema(
         id=STRING,
         object={"const": kind},
@@ -234,6 +239,7 @@ RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
             finish_reason=_FINISH_REASON,
             **_STOPS,
         ),
+        error=_ERROR,
         **WEIGHTS,
         **TIMINGS,
     ),

@@ -25,6 +25,7 @@ from forge.request import INITIAL_WEIGHTS, NOTHING_CACHED
 from forge.server.chat import ChatRequest
 from forge.server.chat_choice import create_call_id
 from forge.server.chat_formats import ChatFormats
+from forge.server.errors import schema_violation_error
 from forge.server.output_events import ArgumentsPiece, CallStart, ReasoningPiece, TextPiece
 from forge.server.output_parser import OutputParser
 from forge.server.timings import AnswerTimings
@@ -151,7 +152,8 @@ class OutputItems:
     def push(self, delta: TextDelta) -> Iterator[ItemEvent]:
         """Add a delta; yield the events that are certain now.
 
-        Raises APIError for the last one where the output lacks its schema, before any event of it.
+        Raises APIError for the last one where the output violates its schema, before any event of
+        it.
         """
         self.num_tokens += len(delta.token_ids)
         self.cached_tokens = self.cached_tokens.plus(delta.cached_tokens)
@@ -160,6 +162,8 @@ class OutputItems:
         parsed_events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             parsed_events += self._parser.flush(delta)
+            if self._parser.violation is not None:
+                raise schema_violation_error(self._parser.violation)
             self.finish_reason, self.weights = delta.finish_reason, delta.weights
             self.stop_match = delta.stop_match
         for event in parsed_events:
@@ -189,6 +193,7 @@ class OutputItems:
                 cached_tokens=output.cached_tokens,
                 weights=choice.weights,
                 timings=choice.timings,
+                error=choice.error,
                 stop_match=choice.stop_match,
             )
         )
@@ -203,7 +208,7 @@ class OutputItems:
         item = self.items[-1]
         item.is_complete = self.finish_reason == "stop"
         if isinstance(item, CallItem):
-            item.is_complete = not (self._parser.is_open or self._parser.has_violation)
+            item.is_complete = not self._parser.is_open and self._parser.violation is None
         yield ItemEnd(len(self.items) - 1, item)
 
     def _continue(self, kind: type[OutputItem], text: str) -> Iterator[ItemEvent]:

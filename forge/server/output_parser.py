@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from forge.outputs import ChoiceOutput, TextDelta
 from forge.reasoning_counter import ReasoningCounter
 from forge.server.call_check import CallCheck
-from forge.server.errors import schema_violation_error
+from forge.server.choice_end import find_violation
 from forge.server.output_events import CallParser, OutputEvent, TextPiece, merge_events
 from forge.server.reasoning import ReasoningParser
 
@@ -48,9 +48,9 @@ class OutputParser:
         return self._calls.is_open
 
     @property
-    def has_violation(self) -> bool:
-        """Return whether a part of the answer does not have its schema."""
-        return self._check.violation is not None
+    def violation(self) -> str | None:
+        """Return how a complete part of the answer violates its schema, or None."""
+        return self._check.violation
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -71,9 +71,6 @@ class OutputParser:
         """Return the events of the text that was held back. This is the last call.
 
         end   the output that was read, or its last delta
-
-        Raises APIError where a complete call, or an answer that ended by itself, does not have its
-        schema.
         """
         events = self._find_calls(self._reasoning.flush())
         events = merge_events([*events, *self._calls.flush()])
@@ -82,8 +79,7 @@ class OutputParser:
             ends_by_itself=end.finish_reason == "stop" and end.stop_match.reason is None,
             is_in_call=self.is_open,
         )
-        if self._check.violation is not None:
-            raise schema_violation_error(self._check.violation)
+        self._check.violation = self._check.violation or find_violation(end)
         return events
 
     def _find_calls(self, pieces: Sequence[OutputEvent]) -> list[OutputEvent]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -320,13 +321,35 @@ def test_an_output_that_parsers_read_in_different_ways_is_an_error(
     server: RunningServer, path: str, body: dict[str, Any]
 ) -> None:
     num_errors = count_errors(server)
+    has_choices = not path.endswith(("responses", "messages"))
     answer = server.post(path, **body)
-    assert answer.status_code == 400 and count_errors(server) > num_errors
-    assert "the name 'k' comes twice in an object" in answer.json()["error"]["message"]
-    if not path.endswith("messages"):
-        assert answer.json()["error"]["code"] == "schema_violation"
+    assert answer.status_code == (200 if has_choices else 400)
+    assert count_errors(server) > num_errors
+    for part in answer.json().get("choices", [answer.json()]):
+        assert "the name 'k' comes twice in an object" in part["error"]["message"]
+        assert path.endswith("messages") or part["error"]["code"] == "schema_violation"
+        assert not has_choices or part["finish_reason"] == "error"
     if path.endswith(("batch", "generate")):
         return
-    answer = server.post(path, **body, stream=True)
-    assert "the name 'k' comes twice in an object" in answer.text
-    assert not any(end in answer.text for end in ("[DONE]", '"stop"', "response.completed"))
+    text = server.post(path, **body, stream=True).text
+    assert "the name 'k' comes twice in an object" in text
+    assert ("data: [DONE]" in text) == has_choices
+    assert ('"finish_reason":"error"' in text) == has_choices
+    assert not any(end in text for end in ('"stop"', "response.completed", "end_turn"))
+
+
+def test_a_violation_ends_its_choice_alone(server: RunningServer) -> None:
+    """Each choice draws two of two names, which are the same for about half of them."""
+    form = {**TWICE, "patternProperties": {"^[km]$": {"const": 1}}}
+    body = {**build_body("", structured_outputs={"json": form}), "n": 16, "seed": 1}
+    answer = server.post("/v1/completions", **body)
+    ends = {"stop": 0, "error": 0}
+    for choice in answer.json()["choices"]:
+        ends[choice["finish_reason"]] += 1
+        names = [name for name in choice["text"] if name in "km"]
+        assert choice["finish_reason"] == ("stop" if len(set(names)) == 2 else "error")
+        assert ("error" in choice) == (choice["finish_reason"] == "error")
+    assert all(ends.values()), ends
+    chunks = parse_chunks(server.post("/v1/completions", **body, stream=True).text)
+    parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert Counter(each["finish_reason"] for each in parts) == ends

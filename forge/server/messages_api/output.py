@@ -20,7 +20,7 @@ from typing import Any
 
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request
-from forge.server.completions import weights_fields
+from forge.server.choice_end import weights_fields
 from forge.server.errors import APIError, anthropic_envelope, request_aborted_error
 from forge.server.output_items import (
     CallItem,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from forge.outputs import RequestOutput, TextDelta
-from forge.server.completions import weights_fields
+from forge.server.choice_end import weights_fields
 from forge.server.errors import APIError
 from forge.server.output_items import (
     CallItem,
