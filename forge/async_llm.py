@@ -216,7 +216,8 @@ class AsyncLLM:
         # The host's threads hold no reference to this object: dropped without `close`, it ends.
         on_report, on_end = _weak_method(self._on_report), _weak_method(self._on_engine_end)
         self._host = host_type(model, policy, options, on_report, on_end)
-        weakref.finalize(self, _close_in_thread, self._host).atexit = False
+        self._finalizer = weakref.finalize(self, _close_in_thread, self._host)
+        self._finalizer.atexit = False
         self.engine, self.tokenizer = self._host.engine, self._host.tokenizer
         self.sampling_defaults = self._host.sampling_defaults
 
@@ -290,6 +291,7 @@ class AsyncLLM:
         Returns within seconds. A process that hangs is killed. A thread that hangs is left running;
         it closes its model if it ever returns.
         """
+        self._finalizer.detach()
         self.abort_all()
         self._host.close()
 

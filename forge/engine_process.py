@@ -22,12 +22,14 @@ Always true: when one of the two processes ends, the other finds the pipe closed
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -41,11 +43,12 @@ from forge.engine_options import Options, model_options, open_engine
 from forge.engine_thread import CLOSE_REASON, LOG, STOP_TIMEOUT_S, EndCallback, ReportCallback
 from forge.errors import EngineDead, ForgeError, InvalidConfig
 from forge.log import nonblocking_logging
-from forge.models.gc_control import freeze_gc
+from forge.models.gc_control import freeze_objects
 from forge.models.loader import import_checkpoint_packages
 from forge.policy import Policy
 from forge.policy_loader import load_policy
 from forge.rank_start import start_ranks
+from forge.ranks.process_end import collect_exit_code, has_ended
 from forge.ranks.rank_context import LeaderContext
 from forge.ranks.rank_process import end_with_parent, ignore_end_signals
 from forge.request import Delta, FinishReason
@@ -115,10 +118,7 @@ class EngineProcess:
             self._ranks.watch_process(self._process, rank_context)
         self._exit_stack = ExitStack()
         try:
-            # While the other process imports and loads.
-            import_checkpoint_packages(model)
-            self._exit_stack.enter_context(freeze_gc())
-            opened = self._receive_opened()
+            opened = self._receive_opened(model)
             if self._ranks is not None:
                 self._ranks.wait_until_ready()
         except BaseException:
@@ -153,29 +153,44 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process, or kill it after `STOP_TIMEOUT_S`."""
+        if self._is_closing:
+            return
         self._is_closing = True
         if self._ranks is not None:
             self._ranks.expect_end()
         self._commands.put(None)
-        self._process.join(self._stop_timeout_s)
-        if self._process.is_alive():
+        if not has_ended(self._process, self._stop_timeout_s):
             LOG.warning("the engine did not end within %g s and is killed", self._stop_timeout_s)
             self._process.kill()
-            self._process.join(KILL_TIMEOUT_S)
+            if self._ranks is not None:  # It may have waited for one of them.
+                self._ranks.kill()
+        exit_code = collect_exit_code(self._process, KILL_TIMEOUT_S)
         if self._ranks is not None:
             self._ranks.close()
         for thread in (self._reader, self._writer):
             thread.join(KILL_TIMEOUT_S)
-        if not (self._reader.is_alive() or self._writer.is_alive()):
+        if exit_code is not None and not (self._reader.is_alive() or self._writer.is_alive()):
             self._pipe.close()
+            self._process.close()
         self._exit_stack.close()
 
-    def _receive_opened(self) -> _EngineOpened:
-        """Return the first message of the process. Raises the error that kept the engine shut."""
+    def _receive_opened(self, model: str) -> _EngineOpened:
+        """Return the first message of the process. Raises the error that kept the engine shut.
+
+        While the process imports and loads, a thread imports what reads the tokenizer here. So an
+        end of the process is seen at once.
+        """
+        importer = threading.Thread(
+            target=_import_packages, args=(model,), name="forge-imports", daemon=True
+        )
+        importer.start()
         try:
-            message = self._pipe.recv()
+            data = self._pipe.recv_bytes()
         except EOFError:
             raise EngineDead(f"the engine did not start: {self._describe_exit()}") from None
+        importer.join()  # Two threads that import modules of a cycle can see one incomplete.
+        self._exit_stack.enter_context(freeze_objects())
+        message = ForkingPickler.loads(data)
         if isinstance(message, ForgeError):
             raise message
         opened: _EngineOpened = message
@@ -221,10 +236,16 @@ class EngineProcess:
         return None if self._ranks is None else self._ranks.follower_failure(FAILED_STOP_TIMEOUT_S)
 
     def _describe_exit(self) -> str:
-        self._process.join(STOP_TIMEOUT_S)
+        exit_code = collect_exit_code(self._process, STOP_TIMEOUT_S)
         if (failure := self._follower_failure()) is not None:
             return failure
-        return f"its process ended with exit code {self._process.exitcode}"
+        return f"its process ended with exit code {exit_code}"
+
+
+def _import_packages(model: str) -> None:
+    """Import what reads the model's tokenizer, and collect what the imports leave."""
+    import_checkpoint_packages(model)
+    gc.collect()
 
 
 def _pack_report(report: StepReport) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from forge.errors import EngineDead
+from forge.ranks.process_end import collect_exit_code, has_ended
 from forge.ranks.rank_context import (
     FollowerContext,
     LeaderContext,
@@ -44,7 +45,7 @@ from forge.ranks.rank_context import (
 )
 from forge.ranks.rank_process import FAILED_PREFIX, READY, RunRank, run_rank_process
 from forge.ranks.step_ring import NUM_SLOTS, SLOT_BYTES, RingMemory
-from forge.ranks.torchrun import SiblingRanks
+from forge.ranks.torchrun import SiblingProcess, SiblingRanks
 
 LOG = logging.getLogger("forge.ranks")
 
@@ -55,7 +56,7 @@ ORPHAN_GRACE_S = 2.0
 """Seconds that ranks have to end by themselves once rank 0 has ended."""
 
 EXIT_CODE_TIMEOUT_S = 0.5
-"""Seconds to wait for the exit code of a process whose pipes have closed."""
+"""Seconds to wait for the end of a process whose pipes have closed."""
 
 STOP_TIMEOUT_S = 10.0
 """Seconds that ranks have to end by themselves, after their last step, when the group closes."""
@@ -239,6 +240,8 @@ class RankGroup:
 
     def close(self) -> None:
         """End the ranks: by themselves where rank 0 has ended the ring, else by SIGKILL."""
+        if self._ring_fd < 0:
+            return  # They were closed before.
         self.expect_end()
         for follower in _wait_for_ends(self._followers, STOP_TIMEOUT_S):
             LOG.warning("rank %d did not end and is killed", follower.rank)
@@ -248,7 +251,10 @@ class RankGroup:
         for end in (*(end for each in self._followers for end in each[2:]), *self._leader_ends):
             end.close()
         for follower in self._followers:
-            if not follower.process.is_alive():
+            # Once it is stored: `close` refuses a process that still seems to run.
+            if isinstance(follower.process, SiblingProcess) or (
+                collect_exit_code(follower.process, 0.0) is not None
+            ):
                 follower.process.close()
         for fd in (self._store_fd, self._ring_fd):
             os.close(fd)
@@ -265,19 +271,20 @@ class RankGroup:
             for pipe in [each for each in ready if isinstance(each, Connection)]:
                 self._read_report(reports, pipe, words)
             if self._leader is not None and self._leader.sentinel in ready:
-                self._leader.join(KILL_TIMEOUT_S)
-                failure = f"rank 0 ended (exit code {self._leader.exitcode})"
-                if self._leader.exitcode == 1:  # An error: perhaps that another rank has ended.
+                exit_code = collect_exit_code(self._leader, KILL_TIMEOUT_S)
+                failure = f"rank 0 ended (exit code {exit_code})"
+                if exit_code == 1:  # An error: perhaps that another rank has ended.
                     failures = self._describe_failed_followers(reports, words)
                     failure = "; ".join([*failures, failure])
                 if self._fail(failure):
-                    _join_all(self._followers, ORPHAN_GRACE_S)
+                    _wait_for_ends(self._followers, ORPHAN_GRACE_S)
                     _kill_all(self._followers)
                 return
             for sentinel in [each for each in followers if each in ready]:
                 ended = followers.pop(sentinel)
-                ended.process.join(KILL_TIMEOUT_S)
-                if ended.process.exitcode == 0:  # Rank 0 has ended the ring.
+                if (
+                    collect_exit_code(ended.process, KILL_TIMEOUT_S) == 0
+                ):  # Rank 0 has ended the ring.
                     continue
                 while ended.reports in reports and ended.reports.poll():
                     self._read_report(reports, ended.reports, words)
@@ -304,7 +311,7 @@ class RankGroup:
             if follower.reports in reports:
                 continue
             failure = _describe_end(follower, words.get(follower.rank))
-            if follower.process.exitcode != 0:
+            if collect_exit_code(follower.process, 0.0) != 0:
                 failures.append(failure)
         return failures
 
@@ -336,20 +343,14 @@ class RankGroup:
 
 def _describe_end(follower: _Follower, words: str | None) -> str:
     """Return which rank ended, and why as far as that is known."""
-    follower.process.join(EXIT_CODE_TIMEOUT_S)  # its pipes close just before it has an exit code
-    exit_code = follower.process.exitcode
+    # Its pipes close just before it ends.
+    exit_code = collect_exit_code(follower.process, EXIT_CODE_TIMEOUT_S)
     cause = f"exit code {exit_code}"
     if exit_code is None:
         cause = "torchrun has its exit code"
     elif exit_code < 0:
         cause = f"signal {-exit_code}, {signal.strsignal(-exit_code)}"
     return f"rank {follower.rank} ended ({cause})" + (f": {words}" if words else "")
-
-
-def _join_all(followers: Sequence[_Follower], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    for follower in followers:
-        follower.process.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def _wait_for_ends(followers: Sequence[_Follower], timeout_s: float) -> list[_Follower]:
@@ -360,7 +361,8 @@ def _wait_for_ends(followers: Sequence[_Follower], timeout_s: float) -> list[_Fo
     deadline_s = time.monotonic() + timeout_s
     running = list(followers)
     while running:
-        ended = wait([each.process.sentinel for each in running], deadline_s - time.monotonic())
+        timeout_s = max(0.0, deadline_s - time.monotonic())
+        ended = wait([each.process.sentinel for each in running], timeout_s)
         if not ended:
             break
         running = [each for each in running if each.process.sentinel not in ended]
@@ -370,12 +372,11 @@ def _wait_for_ends(followers: Sequence[_Follower], timeout_s: float) -> list[_Fo
 def _kill_all(followers: Sequence[_Follower]) -> None:
     for follower in _wait_for_ends(followers, 0.0):
         follower.process.kill()
-    _join_all(followers, KILL_TIMEOUT_S)
+    _wait_for_ends(followers, KILL_TIMEOUT_S)
 
 
 def _end_process(process: BaseProcess, grace_s: float) -> None:
-    process.join(grace_s)
-    if process.is_alive():
+    if not has_ended(process, grace_s):
         LOG.error("rank 0 waits for a rank that has ended, and is killed")
         process.kill()
 

@@ -92,6 +92,8 @@ class SiblingProcess:
     exitcode = None
     """Unknown: the system reports it to the parent alone."""
 
+    is_child = False
+
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.sentinel = os.pidfd_open(pid)

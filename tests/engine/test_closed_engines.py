@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -26,15 +27,15 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 NUM_ENGINES = 5
 
 
-def open_files() -> list[str]:
-    """Return what the descriptors of this process are open for, in order."""
+def open_files() -> Counter[str]:
+    """Count what the descriptors of this process are open for."""
     names = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             names.append(os.readlink(descriptor))
         except OSError:  # that of the listing itself
             continue
-    return sorted(name.partition(":[")[0] for name in names if not name.startswith("/proc/"))
+    return Counter(name.partition(":[")[0] for name in names if not name.startswith("/proc/"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,8 @@ def _nothing_is_left() -> Iterator[None]:
     resource_tracker.ensure_running()  # multiprocessing keeps it until this process ends
     threads, files = set(threading.enumerate()), open_files()
     yield
-    assert set(threading.enumerate()) <= threads
-    assert open_files() == files
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+    assert not open_files() - files
 
 
 def contents_of(model: Any) -> list[weakref.ref[Any]]:

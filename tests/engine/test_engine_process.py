@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from forge import engine_process
 from forge.async_llm import AsyncLLM
 from forge.engine_messages import EngineStatus, PauseResult, StepReport
 from forge.engine_process import _pack_report, _unpack_report
@@ -218,10 +219,10 @@ def test_a_process_that_hangs_after_its_engine_failed_is_not_waited_for(tmp_path
     llm = AsyncLLM.spawn("hash", policy=str(policy))
     output = asyncio.run(asyncio.wait_for(llm.generate("abc"), TIMEOUT_S))
     assert output.finish_reason == "error" and "poison" in str(output.choices[0].error)
-    start_s = time.monotonic()
+    pid, start_s = engine_pid(llm), time.monotonic()
     llm.close()
     assert time.monotonic() - start_s < TIMEOUT_S
-    assert not is_alive(engine_pid(llm))
+    assert not is_alive(pid)
 
 
 # The start.
@@ -238,6 +239,23 @@ def test_a_process_that_ends_at_its_start_is_no_engine(tmp_path: Path) -> None:
     policy.write_text("import os\nos._exit(3)\n")
     with pytest.raises(EngineDead, match=r"did not start: its process ended with exit code 3$"):
         AsyncLLM.spawn("hash", policy=str(policy))
+
+
+def test_the_end_of_a_process_is_seen_while_packages_are_imported_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports of a checkpoint take seconds, and longer on a busy machine."""
+    policy, is_seen, imported = tmp_path / "ends.py", threading.Event(), list[bool]()
+    policy.write_text("import os\nos._exit(3)\n")
+    monkeypatch.setattr(
+        engine_process,
+        "import_checkpoint_packages",
+        lambda model: imported.append(is_seen.wait(TIMEOUT_S)),
+    )
+    with pytest.raises(EngineDead, match="exit code 3"):
+        AsyncLLM.spawn("hash", policy=str(policy))
+    assert not imported
+    is_seen.set()
 
 
 @pytest.fixture

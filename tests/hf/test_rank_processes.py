@@ -88,6 +88,28 @@ def test_two_processes_serve_the_tokens_of_one_and_end_when_one_is_killed(
         llm.close()
 
 
+@pytest.mark.parametrize("stopped", ["forge-engine", "forge-rank-1"])
+def test_close_kills_all_ranks_at_once_where_one_is_stopped(
+    stopped: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that wait for the stopped one are not waited for in turn."""
+    fork_engines_and_ranks(monkeypatch)
+    llm = AsyncLLM.spawn(TINY, **ON_CPU, tensor_parallel_size=2)
+    pids = {child.name: child.pid or 0 for child in multiprocessing.active_children()}
+
+    async def stop_during_a_request() -> None:
+        async for _ in llm.stream("Once", LONG):
+            os.kill(pids[stopped], signal.SIGSTOP)
+            break
+
+    asyncio.run(stop_during_a_request())
+    monkeypatch.setattr(llm._host, "_stop_timeout_s", 0.5)
+    llm.close()
+    assert not any(map(is_alive, pids.values()))
+    assert "the engine did not end within 0.5 s and is killed" in caplog.text
+    assert "rank 1 did not end" not in caplog.text, "it had no time of its own"
+
+
 def test_ranks_of_a_program_end_with_it() -> None:
     """LLM runs rank 0 in the program's own thread."""
     code = (
