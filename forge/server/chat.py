@@ -374,10 +374,11 @@ def _read_params_and_prompt(
     params = request_body.sampling_params(defaults)
     max_thinking_tokens = request_body.max_thinking_tokens
     prompt = request_body.render_prompt(tokenizer)
-    if max_thinking_tokens is not None:
+    params = _with_structure(params, request_body, prompt, tokenizer, formats)
+    if max_thinking_tokens is not None:  # after the structure, which must have the same reasoning
         budget = formats.thinking_budget_of(max_thinking_tokens, prompt, tokenizer)
         params = replace(params, thinking_budget=budget)
-    return _with_structure(params, request_body, prompt, tokenizer, formats), prompt
+    return params, prompt
 
 
 def _with_structure(
