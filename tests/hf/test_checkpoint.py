@@ -599,6 +599,14 @@ def test_a_missing_head_is_refused_with_the_field_that_ties_it(checkpoint_folder
     ) in refuse_load(checkpoint_folder)
 
 
+def test_an_adapter_beside_the_weights_is_not_read_and_that_is_said(
+    checkpoint_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (checkpoint_folder / "adapter_config.json").write_text("{}")
+    open_folder(checkpoint_folder)
+    assert "adapter_config.json is not read: the model is served without" in caplog.text
+
+
 def test_two_names_of_one_weight_are_refused(checkpoint_folder: Path) -> None:
     add_tensors(checkpoint_folder, {"norm.weight": torch.ones(64)})
     assert "norm.weight, which are one weight. Remove one of them" in refuse_load(checkpoint_folder)
@@ -629,6 +637,12 @@ def test_a_text_in_the_place_of_a_file_is_named(
     assert f"{checkpoint_folder / name} {problem}" in refuse_open(checkpoint_folder)
 
 
+def test_a_tokenizer_that_is_a_git_lfs_pointer_is_named(checkpoint_folder: Path) -> None:
+    path = checkpoint_folder / "tokenizer.json"
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert f"{path} is a git-lfs pointer and not the file. Run" in refuse_open(checkpoint_folder)
+
+
 def test_a_config_with_a_byte_order_mark_is_refused_by_it(checkpoint_folder: Path) -> None:
     path = checkpoint_folder / "config.json"
     path.write_text(path.read_text(), encoding="utf-8-sig")
@@ -637,14 +651,16 @@ def test_a_config_with_a_byte_order_mark_is_refused_by_it(checkpoint_folder: Pat
     )
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "generation_config.json", "chat_template.jinja"]
+)
 @pytest.mark.parametrize("target", ["gone", None])
 def test_a_link_that_leads_to_no_file_is_named(
     checkpoint_folder: Path, name: str, target: str | None
 ) -> None:
     """As in a cache that was damaged. None: the link leads to itself."""
     path = checkpoint_folder / name
-    path.unlink()
+    path.unlink(missing_ok=True)
     path.symlink_to(target or name)
     assert f"{path} is a symbolic link that leads to no file. Fetch it again" in refuse_open(
         checkpoint_folder

@@ -14,6 +14,7 @@ refused before its weights are read, by the cheapest check first.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Container, Iterator, Mapping
 from importlib import import_module
@@ -29,6 +30,7 @@ from forge.models.hf.loading.checkpoint_files import (
     DESCRIPTION_PATTERNS,
     SINGLE_FILE,
     WEIGHT_PATTERNS,
+    check_descriptions,
     find_checkpoint_folder,
     open_tensors,
     read_json,
@@ -44,6 +46,10 @@ from forge.models.hf.loading.tensor_plan import (
     refuse_shapes,
 )
 from forge.models.hf.progress import log_phase, show_progress, silence_transformers
+
+log = logging.getLogger(__name__)
+
+ADAPTER_FILE = "adapter_config.json"
 
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
@@ -134,6 +140,7 @@ def open_checkpoint(
     """
     with silence_transformers():
         folder = find_checkpoint_folder(name, DESCRIPTION_PATTERNS)
+        check_descriptions(folder)
         raw = read_json(folder, "config.json")
         config = _load_config(folder, raw)
         refuse_sizes(config)
@@ -146,6 +153,8 @@ def open_checkpoint(
         if load_format != "dummy":
             find_checkpoint_folder(name, WEIGHT_PATTERNS)
             open_tensors(folder)
+        if (folder / ADAPTER_FILE).exists():
+            log.warning("%s is not read: the model is served without the adapter", ADAPTER_FILE)
     config_origin = "config.json" if "eos_token_id" in raw else f"{type(config).__name__}'s default"
     max_positions = getattr(config, "max_position_embeddings", None)
     return Checkpoint(

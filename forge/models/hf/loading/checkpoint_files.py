@@ -216,15 +216,35 @@ def _refuse_dead_link(path: Path) -> None:
         refuse_model(f"{path} is a symbolic link that leads to no file", "Fetch it again")
 
 
-def _refuse_text(path: Path) -> None:
-    """Raise InvalidConfig for a text in the place of a file, by what it is."""
+def check_descriptions(folder: Path) -> None:
+    """Raise InvalidConfig for a description that is a dead link or a git-lfs pointer.
+
+    transformers takes the former for a file that is not there.
+    """
+    for pattern in DESCRIPTION_PATTERNS:
+        for path in sorted(folder.glob(pattern)):
+            _refuse_dead_link(path)
+            _refuse_pointer(path)
+
+
+def _read_beginning(path: Path) -> bytes:
+    """Return the first bytes of a file; none of one that cannot be read."""
     try:
         with path.open("rb") as file:
-            beginning = file.read(64)
+            return file.read(64)
     except OSError:
-        return
-    if beginning.startswith(b"version https://git-lfs"):
+        return b""
+
+
+def _refuse_pointer(path: Path) -> None:
+    if _read_beginning(path).startswith(b"version https://git-lfs"):
         refuse_model(f"{path} is a git-lfs pointer and not the file", "Run git lfs pull")
+
+
+def _refuse_text(path: Path) -> None:
+    """Raise InvalidConfig for a text in the place of a file, by what it is."""
+    _refuse_pointer(path)
+    beginning = _read_beginning(path)
     if beginning.startswith(b"\xef\xbb\xbf"):
         refuse_model(f"{path} begins with a byte order mark", "Save it as UTF-8 without one")
     if beginning.lstrip()[:1] == b"<":
