@@ -236,7 +236,6 @@ class EngineLoop:
                     self.post(entry)
                 case Abort():
                     self._engine.abort(entry.request_id)
-                    self._post_times_s.pop(entry.request_id, None)
                 case ResetPrefixCache():
                     self._engine.reset_prefix_cache()
                     results.reset_tickets.append(entry.ticket)

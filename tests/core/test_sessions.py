@@ -366,6 +366,16 @@ def test_a_request_that_continues_another_one_is_recognised() -> None:
     assert list(s.sessions) == [("", 5)] and session.num_turns == 3
 
 
+def test_a_request_that_continues_blocks_that_are_gone_is_not_recognised() -> None:
+    """A sleep drops the content of all blocks, and computed again they have the same hashes."""
+    s = scheduler()
+    finish(s, request(5, range(6), max_tokens=4))
+    s.discard_kv("the model sleeps", s.prefix_cache.namespace)
+    assert not s.session_tips
+    finish(s, request(6, [*range(6), 7, 7, 7, 7, 1, 2, 3], max_tokens=4))
+    assert not s.sessions
+
+
 def test_the_scheduler_lists_what_later_requests_can_continue_and_what_others_have_used() -> None:
     s = scheduler()
     finish(s, request(5, range(6), max_tokens=4))

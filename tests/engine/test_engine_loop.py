@@ -84,6 +84,20 @@ def test_a_request_is_served_and_its_last_report_shows_an_empty_engine() -> None
     assert last.num_steps == len(log.reports) == 3
 
 
+def test_a_request_that_was_aborted_before_its_first_step_waits_no_longer() -> None:
+    log = ReportLog()
+    loop = EngineLoop(create_engine(), log.add)
+    loop.post(Request(7, (5, 6, 7), SHORT))
+    loop.post(Abort(7))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    log.wait_until_ended(1)
+    loop.stop()
+    thread.join(TIMEOUT_S)
+    assert log.finish_reasons() == {7: FinishReason.ABORT}
+    assert [report.oldest_post_s for report in log.reports] == [None]
+
+
 def test_a_refused_request_is_reported_and_others_are_served() -> None:
     """The same id twice, as two commands between two steps."""
     log = ReportLog()

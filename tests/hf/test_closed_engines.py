@@ -96,3 +96,52 @@ def test_weights_and_blocks_are_free_where_the_model_is_still_referenced() -> No
     models.clear()
     closed_bytes = tensor_bytes()
     assert kept_bytes - closed_bytes < (open_bytes - closed_bytes) // 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"draft_model": "tiny-draft"},
+        {"kv_host_gib": 1.0, "depth": 2},
+        {"torch_compile": True},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_five_engines_in_turn_give_the_gpu_back(options: dict[str, Any]) -> None:
+    """Each takes half of the memory, so that the third would not start if one kept its own.
+
+    The first leaves workspaces of libraries; the later ones leave no more.
+    """
+    closed: list[object] = []
+    allocated, free = list[int](), list[int]()
+    for _ in range(5):
+        llm = LLM(TINY, device="cuda", gpu_memory_utilization=0.5, **options)
+        closed += [llm, use(llm)]
+        assert torch.cuda.memory_allocated() > 2**30, "blocks are on the GPU"
+        llm.close()
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+        free.append(torch.cuda.mem_get_info()[0])
+    assert max(allocated) < 2**28, allocated
+    assert max(allocated) - allocated[0] < 2**26, allocated
+    assert free[0] - min(free) < 2**28, free
+
+
+@pytest.mark.gpu
+def test_a_closed_engine_frees_the_gpu_while_another_one_runs() -> None:
+    """Objects of the one that runs are frozen, and no collection visits them."""
+    params = {"device": "cuda", "num_blocks": 2**14}
+    with LLM(TINY, **params) as running:
+        expected = running.generate("Once", PARAMS, use_tqdm=False)[0].token_ids
+        sizes = []
+        for _ in range(3):
+            llm = LLM(TINY, **params)
+            use(llm)
+            llm.close()
+            sizes.append(torch.cuda.memory_allocated())
+        assert sizes[-1] - sizes[0] < 2**26, sizes
+        assert running.generate("Once", PARAMS, use_tqdm=False)[0].token_ids == expected
