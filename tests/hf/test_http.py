@@ -174,6 +174,7 @@ def test_a_signal_ends_the_server_and_leaves_nothing(
     assert (process.returncode, printed) == (0, "")
     # On a busy machine torch may take longer to unload than the server waits for the engine.
     assert re.fullmatch(
+        r"INFO forge.start: tokens that end an output: 2 '<\|end\|>' \(.*, the tokenizer\)\n"
         r"INFO forge.start: loading weights: 0.0 GiB in \S+ s\n"
         r"INFO forge.start: model ready in \S+ s: process .*, imports .*, other \S+\n"
         r"(WARNING forge.engine: the engine did not end within 10 s and is killed\n)?",
