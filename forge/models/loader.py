@@ -170,6 +170,7 @@ def open_checkpoint_model(
             "Use hash, tiny, the folder of a checkpoint, or a HuggingFace id such as "
             "Qwen/Qwen3-0.6B",
         )
+    find_local_folder(name)  # Packages take seconds to import.
     options = LoadOptions.from_overrides(overrides)
     device_options = DeviceOptions(**options.device)
     _check_config_fields(options.config)
@@ -211,6 +212,20 @@ def _is_checkpoint(name: str) -> bool:
     """Return whether the name is a folder, or like a path or an id."""
     written_as_path = name.startswith(("/", "./", "../", "~/"))
     return written_as_path or os.path.isdir(name) or HUB_ID_PATTERN.fullmatch(name) is not None
+
+
+def find_local_folder(name: str) -> Path | None:
+    """Return the named folder, or None for a HuggingFace id. Raise InvalidConfig."""
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.exists(path):
+        raise InvalidConfig("model", f"{name} is a file", "Name the folder it is in")
+    if name.startswith(("/", ".", "~")):
+        raise InvalidConfig(
+            "model", f"there is no folder {name!r}", "Name the folder of a checkpoint"
+        )
+    return None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from forge.engine import Engine
 from forge.engine_options import add_offline_defaults
 from forge.errors import EngineDead, ForgeError, InvalidConfig, InvalidRequest, PolicyError
 from forge.llm import LLM, Prompt
+from forge.models import loader
 from forge.models.hash import HashModel
 from forge.outputs import OutputProcessor, RequestOutput, TextDelta, merge_deltas
 from forge.policy import FCFS, POLICIES, Candidate, PolicyContext, least_progress
@@ -491,6 +492,18 @@ def test_a_bad_option_is_refused_by_name(options: dict[str, Any], option: str) -
         LLM(**options)
     assert caught.value.option == option
     assert str(caught.value).startswith(f"{option}: ")
+
+
+@pytest.mark.parametrize("draft", [{}, {"draft_model": "tiny-draft"}])
+def test_a_folder_that_is_not_there_is_refused_before_packages_are_imported(
+    draft: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their import takes seconds, and minutes on a busy machine."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(loader, "_open_checkpoint", None)
+    for name, problem in (("none", "there is no folder"), ("file", "is a file. Name the folder")):
+        with pytest.raises(InvalidConfig, match=rf"^model: .*{problem}"):
+            LLM(str(tmp_path / name), **draft)
 
 
 def test_without_a_name_the_model_is_that_of_the_command_line() -> None:

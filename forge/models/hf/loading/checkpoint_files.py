@@ -13,7 +13,6 @@ Always true: a name has one tensor. What the index gives to one file is in no ot
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -23,6 +22,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from forge.errors import InvalidConfig, one_line
+from forge.models.loader import find_local_folder
 from forge.sampling_defaults import NO_SAMPLING_DEFAULTS, SamplingDefaults
 
 DESCRIPTION_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
@@ -69,13 +69,8 @@ def refuse_model(problem: str, remedy: str) -> NoReturn:
 
 def find_checkpoint_folder(name: str, patterns: Sequence[str]) -> Path:
     """Return the named folder, or an id's folder in the cache, fetched if needed."""
-    path = os.path.expanduser(name)
-    if os.path.isdir(path):
-        return Path(path)
-    if os.path.exists(path):
-        refuse_model(f"{name} is a file", "Name the folder it is in")
-    if name.startswith(("/", ".", "~")):
-        refuse_model(f"there is no folder {name!r}", "Name the folder of a checkpoint")
+    if (folder := find_local_folder(name)) is not None:
+        return folder
     hub_url = "https://huggingface.co"
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
