@@ -245,9 +245,8 @@ class LLM:
         self._dropped_ids.append(request.id)
         if self._lock.acquire(blocking=False):
             try:
-                if not self._num_uses:
-                    with self._use():
-                        pass
+                with self._use():
+                    pass
             finally:
                 self._lock.release()
 
