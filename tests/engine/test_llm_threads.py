@@ -155,7 +155,6 @@ def test_close_waits_for_the_call_of_another_thread() -> None:
         output = pool.submit(generate_one, llm, "abc")
         assert begun.wait(TIMEOUT_S)
         llm.close()
-        assert output.done()
-        assert output.result() == tokens_of_one_thread(["abc"])[0]
+        assert output.result(TIMEOUT_S) == tokens_of_one_thread(["abc"])[0]
     with pytest.raises(EngineDead, match="closed"):
         generate_one(llm, "abc")
