@@ -58,6 +58,13 @@ def start_ranks(
         torchrun.check_world_size(num_ranks)
     if num_ranks == 1:
         return None
+    # A rank that refuses an option ends, and so would this process, where its own check is late.
+    if device_options.torch_compile:
+        raise InvalidConfig(
+            "torch_compile",
+            f"compiled modules cannot be divided, and tensor_parallel_size is {num_ranks}",
+            "Leave it out, or serve the model on one device",
+        )
     if options.tiers.check_kv:
         raise InvalidConfig(
             "check_kv",

@@ -44,6 +44,10 @@ def test_options_of_ranks_have_limits(options: dict[str, Any], message: str) -> 
     ("options", "message"),
     [
         (
+            {"torch_compile": True},
+            "torch_compile: compiled modules cannot be divided, and tensor_parallel_size is 2",
+        ),
+        (
             {"kv_host_gib": 1.0, "check_kv": True},
             "check_kv: with tensor_parallel_size 2 each rank has blocks of its own",
         ),
