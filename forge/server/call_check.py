@@ -11,13 +11,13 @@ Owns which schema each of its parts must have. Knows no stream and no JSON of a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from forge.request import Structure, StructureKind
 from forge.schema_check import SchemaCheck
 from forge.server.output_events import ArgumentsPiece, CallStart, OutputEvent, TextPiece
 from forge.server.tool_formats import CallableTool, CallFormat, ToolCallFormat
-from forge.server.tool_parameters import held_schema
+from forge.server.tool_parameters import arguments_of
 
 
 class CallCheck:
@@ -68,23 +68,20 @@ class CallCheck:
         elif ends_by_itself:
             self.violation = self.violation or "the answer ended within a call"
         if ends_by_itself and self._answer_schema and not self._has_calls:
-            self._check("the answer", json.loads(self._answer_schema))
+            self._check("the answer", SchemaCheck(json.loads(self._answer_schema)))
 
     def _end_call(self) -> None:
         if not self._name:
             return
-        tool = self._tools[self._name]
-        schema = tool.parameters
-        if self._syntax is not None and not tool.is_strict:
-            schema = held_schema(schema, self._syntax)
-        self._check(f"the arguments of the call of '{tool.name}'", schema)
+        check = arguments_of(self._tools[self._name], self._syntax).check
+        self._check(f"the arguments of the call of '{self._name}'", check)
 
-    def _check(self, part: str, schema: Mapping[str, object] | bool) -> None:
-        """Compare the pieces with a schema."""
+    def _check(self, part: str, check: SchemaCheck) -> None:
+        """Compare the pieces with their schema."""
         if self.violation is not None:
             return
         try:
-            problem = SchemaCheck(schema).find_violation("".join(self._pieces))
+            problem = check.find_violation("".join(self._pieces))
         except ValueError as error:  # it takes too long
             problem = str(error)
         if problem is not None:

@@ -17,21 +17,25 @@ JSON is spaced as forge.structured_output spaces it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
-class CallableTool(NamedTuple):
+@dataclass(frozen=True)
+class CallableTool:
     """A tool that may be called.
 
     name         letters, digits, _ and -, which JSON does not escape
     parameters   schema of its arguments, an object, that the grammar of its calls is built from
     is_strict    it is the whole schema of the client: what it does not hold is refused
+    derived      what was computed of them: see `tool_parameters.arguments_of`
     """
 
     name: str
     parameters: Mapping[str, Any]
     is_strict: bool = False
+    derived: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
 
 class ParameterSyntax(NamedTuple):

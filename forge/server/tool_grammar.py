@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from forge.schema_grammar import prepare_schema
 from forge.server.tool_formats import CallableTool, ParameterSyntax, ToolCallFormat
-from forge.server.tool_parameters import PlainText, ToolParameter, list_parameters
+from forge.server.tool_parameters import PlainText, ToolParameter, arguments_of
 from forge.structured_output import write_regex_rule
 
 _ANY = "/(?s:.*)/"
@@ -100,7 +100,7 @@ class ToolGrammarBuilder:
         suffix, syntax = self._terminals.write(self._format.call_suffix), self._format.parameters
         if syntax is None:
             return [f"rest{index}: {write_json_rule(tool.parameters)} {suffix}".rstrip()]
-        parameters = list_parameters(tool.parameters, syntax)
+        parameters = arguments_of(tool, syntax).parameters
         arguments = "" if not parameters else f"first{index}_0"
         if not any(each.is_required for each in parameters) and parameters:
             arguments += "?"

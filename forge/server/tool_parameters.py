@@ -24,7 +24,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from forge.schema_check import SchemaCheck
-from forge.server.tool_formats import ParameterSyntax
+from forge.schema_keywords import iterate_schemas
+from forge.server.tool_formats import CallableTool, ParameterSyntax
 from forge.server.tool_schema import JSON_TYPES, can_hold_pattern, relax_schema
 from forge.strict_json import parse_json
 
@@ -86,6 +87,7 @@ class ToolParameter(NamedTuple):
     text          how its strings are written; None: it has none, or they are JSON as other values
     words         words that it may be, and the JSON of each
     other         schema of other values, which are written as JSON; None: there are none
+    other_check   check of objects that have such values, by the names of all parameters
     """
 
     name: str
@@ -94,6 +96,7 @@ class ToolParameter(NamedTuple):
     text: PlainText | None
     words: Mapping[str, str]
     other: Mapping[str, Any] | None
+    other_check: SchemaCheck
 
     def read_text(self, text: str) -> str:
         """Return the JSON of a value that was written as this text, where it may be a string."""
@@ -108,8 +111,8 @@ class ToolParameter(NamedTuple):
     def _has_other(self, text: str) -> bool:
         """Return whether the text is JSON of one of the values that are no strings."""
         try:
-            value = parse_json(text)
-            return SchemaCheck(self.other or {}).find_value_violation(value) is None
+            value = {self.name: parse_json(text)}
+            return self.other is not None and self.other_check.find_value_violation(value) is None
         except ValueError:
             return False
 
@@ -136,9 +139,36 @@ def parameter_problem(parameters: Mapping[str, Any], syntax: ParameterSyntax) ->
     return None
 
 
-def held_schema(parameters: Mapping[str, Any], syntax: ParameterSyntax) -> dict[str, Any]:
-    """Return the schema of all arguments that the format's grammar allows."""
-    listed = list_parameters(parameters, syntax)
+class ToolArguments:
+    """Arguments of a tool in one format.
+
+    parameters   parameters that the format writes one by one; (): arguments are one JSON object
+    schema       schema of all arguments that a call must have
+    check        check of a call's arguments
+    """
+
+    def __init__(self, tool: CallableTool, syntax: ParameterSyntax | None) -> None:
+        self.parameters = () if syntax is None else list_parameters(tool.parameters, syntax)
+        self.schema = tool.parameters
+        if syntax is not None and not tool.is_strict:
+            self.schema = held_schema(tool.parameters, self.parameters)
+        self.check = SchemaCheck(self.schema)
+
+
+def arguments_of(tool: CallableTool, syntax: ParameterSyntax | None) -> ToolArguments:
+    """Return the arguments of the tool: computed once, for all choices and calls of an answer.
+
+    O(the tool's schema), which may be large: the first caller must be a thread.
+    """
+    for each_syntax, arguments in tool.derived:
+        if each_syntax is syntax:
+            return arguments
+    tool.derived.append((syntax, ToolArguments(tool, syntax)))
+    return arguments_of(tool, syntax)
+
+
+def held_schema(parameters: Mapping[str, Any], listed: Sequence[ToolParameter]) -> dict[str, Any]:
+    """Return the schema of all arguments that a grammar of the listed parameters allows."""
     definitions = parameters.get("$defs")
     return {
         "type": "object",
@@ -164,12 +194,21 @@ def list_parameters(
     definitions = parameters.get("$defs", {})
     properties, required = _collect_properties(parameters, definitions)
     schemas = {**properties, **{name: True for name in required if name not in properties}}
-    listed = (
-        _create_parameter(name, schema, definitions, name in required, syntax)
+    forms = {
+        name: _divide_values(schema, definitions, syntax)
         for name, schema in schemas.items()
         if _can_write_name(name, syntax)
+    }
+    others = {name: form.other for name, form in forms.items() if form.other is not None}
+    # One check for all parameters: each would visit all definitions.
+    root = {"properties": others, "$defs": definitions}
+    check = SchemaCheck(relax_schema(root))  # which has no malformed keyword
+    known = _Definitions(definitions, {name: _names_in(each) for name, each in definitions.items()})
+    return tuple(
+        _create_parameter(name, form, known, name in required, syntax, check)
+        for name, form in forms.items()
+        if form.has_values or name in required
     )
-    return tuple(each for each in listed if each is not None)
 
 
 _MAX_NESTING = 16
@@ -207,43 +246,86 @@ def _definition_name(schema: Mapping[str, Any]) -> str:
     return str(schema["$ref"]).removeprefix("#/$defs/")
 
 
-def _create_parameter(
-    name: str,
-    schema: Any,
-    definitions: Mapping[str, Any],
-    is_required: bool,
-    syntax: ParameterSyntax,
-) -> ToolParameter | None:
-    """Return the parameter; None for an optional one that has no value."""
+class _ValueForms(NamedTuple):
+    """Values of a parameter, divided by how they are written.
+
+    schema        schema of all that a grammar allows
+    text          how strings are written; None: there are none, or they are JSON
+    other         schema of other values; None: there are none
+    types         types of values that are no strings
+    has_values    whether there is any value
+    has_strings   whether there are strings that are JSON
+    """
+
+    schema: Any
+    text: PlainText | None
+    other: Any
+    types: frozenset[str]
+    has_values: bool
+    has_strings: bool
+
+
+def _divide_values(
+    schema: Any, definitions: Mapping[str, Any], syntax: ParameterSyntax
+) -> _ValueForms:
     options = list(islice(_iterate_options(schema, definitions, 0), MAX_OPTIONS + 1))
     strings = [each for option in options if (each := _string_part(option)) is not None]
     others = [each for option in options if (each := _other_part(option)) is not None]
-    if not (is_required or strings or others):
-        return None
-    text, kept = None, schema
-    other: dict[str, Any] | None = _with_definitions(schema, definitions)
-    if strings and not syntax.quote and len(options) <= MAX_OPTIONS:
-        text, strings = _merge_strings(strings, others, syntax)
-        other = _with_definitions({"anyOf": others}, definitions) if others else None
-        kept = {"anyOf": [*strings, *others]}
+    types = frozenset(kind for each in others for kind in _types_of(each))
+    has_values = bool(strings or others)
+    if not strings or syntax.quote or len(options) > MAX_OPTIONS:
+        return _ValueForms(schema, None, schema, types, has_values, bool(strings))
+    text, strings = _merge_strings(strings, others, syntax)
+    other = {"anyOf": others} if others else None
+    return _ValueForms({"anyOf": [*strings, *others]}, text, other, types, has_values, False)
+
+
+class _Definitions(NamedTuple):
+    """The definitions of a tool's schema, and the names of those to which each of them refers."""
+
+    schemas: Mapping[str, Any]
+    names: Mapping[str, list[str]]
+
+
+def _create_parameter(
+    name: str,
+    form: _ValueForms,
+    definitions: _Definitions,
+    is_required: bool,
+    syntax: ParameterSyntax,
+    check: SchemaCheck,
+) -> ToolParameter:
     words: dict[str, str] = {}
-    if other is not None:
-        check = SchemaCheck(relax_schema(other))  # which has no malformed keyword
+    if form.other is not None:
         words = {
             word: value
             for word, value in syntax.words.items()
-            if check.find_value_violation(json.loads(value)) is None
+            if check.find_value_violation({name: json.loads(value)}) is None
         }
-    other_types = {kind for each in others for kind in _types_of(each)}
-    if words and other_types <= {"null", "boolean"} and (text is not None or not strings):
+    other = form.other
+    if other is not None:
+        other = _with_definitions(other, definitions)
+    if words and form.types <= {"null", "boolean"} and not form.has_strings:
         other = None
-    return ToolParameter(name, kept, is_required, text, words, other)
+    return ToolParameter(name, form.schema, is_required, form.text, words, other, check)
 
 
-def _with_definitions(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
+def _with_definitions(schema: Any, definitions: _Definitions) -> dict[str, Any]:
+    """Return the schema with the definitions that it needs."""
     if not isinstance(schema, dict):
         return {} if schema is True else {"enum": []}
-    return {**schema, "$defs": definitions} if definitions else dict(schema)
+    needed, names = dict[str, Any](), _names_in(schema)
+    while names:
+        name = names.pop()
+        if name in definitions.schemas and name not in needed:
+            needed[name] = definitions.schemas[name]
+            names += definitions.names[name]
+    return {**schema, "$defs": needed} if needed else dict(schema)
+
+
+def _names_in(schema: Any) -> list[str]:
+    """Return the names of definitions to which the schema refers. O(the schema)."""
+    return [_definition_name(each) for each in iterate_schemas(schema) if "$ref" in each]
 
 
 def _iterate_options(schema: Any, definitions: Mapping[str, Any], depth: int) -> Iterator[Any]:

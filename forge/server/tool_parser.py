@@ -23,7 +23,7 @@ from forge.server.output_events import (
 )
 from forge.server.parameter_reader import ArgumentsReader, JSONReader, ParameterReader
 from forge.server.tool_formats import CallableTool, ToolCallFormat
-from forge.server.tool_parameters import list_parameters
+from forge.server.tool_parameters import arguments_of
 
 
 class ToolCallParser:
@@ -130,7 +130,7 @@ class ToolCallParser:
         syntax, suffix = self._format.parameters, self._format.call_suffix
         if syntax is None:
             return JSONReader()
-        return ParameterReader(syntax, list_parameters(tool.parameters, syntax), suffix)
+        return ParameterReader(syntax, arguments_of(tool, syntax).parameters, suffix)
 
     def _read_arguments(
         self, reader: ArgumentsReader, text: str, at: int, events: list[OutputEvent]

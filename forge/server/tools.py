@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from forge.errors import InvalidRequest
@@ -32,7 +33,7 @@ from forge.server.protocol import (
 from forge.server.response_format import NamedStructure
 from forge.server.tool_formats import CallableTool, CallFormat, HarmonyFormat, ToolCallFormat
 from forge.server.tool_grammar import ToolGrammarBuilder, write_json_rule
-from forge.server.tool_parameters import parameter_problem
+from forge.server.tool_parameters import arguments_of, parameter_problem
 from forge.server.tool_schema import (
     find_unheld_keyword,
     hoist_references,
@@ -89,6 +90,9 @@ class ToolSet(NamedTuple):
         Raises InvalidRequest for what the format cannot express.
         """
         self._check_strict_tools(call_format)
+        syntax = call_format.parameters if isinstance(call_format, ToolCallFormat) else None
+        for tool in self.callable_tools:
+            arguments_of(tool, syntax)  # while this is a thread
         builder = create_grammar_builder(call_format, tokenizer)
         return Structure.grammar(
             builder.build_grammar(
@@ -138,7 +142,7 @@ class ToolSet(NamedTuple):
             callable_tools=tuple(
                 tool
                 if tool.is_strict or (indices and index not in indices)
-                else tool._replace(parameters=relax_further(tool.parameters))
+                else replace(tool, parameters=relax_further(tool.parameters))
                 for index, tool in enumerate(self.callable_tools)
             )
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from forge.schema_check import SchemaCheck
 from forge.server.tool_formats import (
     FORMATS,
     CallableTool,
@@ -19,7 +18,7 @@ from forge.server.tool_formats import (
     ToolCallFormat,
 )
 from forge.server.tool_grammar import ToolGrammarBuilder
-from forge.server.tool_parameters import MAX_TEXT_LENGTH, held_schema
+from forge.server.tool_parameters import MAX_TEXT_LENGTH, arguments_of
 from forge.server.tool_parser import ToolCallParser
 from forge.server.tool_schema import hoist_references, relax_schema
 from tests.server.test_tool_formats import calls_in, first_misfit, parse
@@ -137,7 +136,7 @@ def test_the_grammar_allows_what_the_template_writes_and_the_parser_reads_it_bac
     tools = [create_tool(schema, f"t{index}") for index, (schema, _) in enumerate(VALUES)]
     grammar = ToolGrammarBuilder(form, {}).build_grammar(tools, 1, 1)
     for tool, (schema, values) in zip(tools, VALUES, strict=True):
-        held = SchemaCheck(held_schema(tool.parameters, form.parameters))
+        held = arguments_of(tool, form.parameters).check
         for value in values:
             text = render_call(name, form, value, tool.name)
             assert first_misfit(grammar, text) is None, (schema, value)

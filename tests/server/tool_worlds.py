@@ -29,7 +29,7 @@ from forge.server.tool_formats import (
     HarmonyFormat,
     ToolCallFormat,
 )
-from forge.server.tool_parameters import held_schema
+from forge.server.tool_parameters import arguments_of
 from forge.server.tools import ToolSet, parse_tools
 from forge.structured_output import LLGuidanceBackend
 from tests.core.schema_worlds import (
@@ -129,7 +129,7 @@ def checked_schema(form: CallFormat, tool: CallableTool, given: Mapping[str, Any
     if tool.is_strict:
         return given
     syntax = form.parameters if isinstance(form, ToolCallFormat) else None
-    return tool.parameters if syntax is None else held_schema(tool.parameters, syntax)
+    return arguments_of(tool, syntax).schema
 
 
 def compile_tools(form: CallFormat, tools: ToolSet) -> tuple[ToolSet, Any] | None:
