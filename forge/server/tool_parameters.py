@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from forge.schema_check import SchemaCheck
 from forge.schema_keywords import iterate_schemas
 from forge.server.tool_formats import CallableTool, ParameterSyntax
-from forge.server.tool_schema import JSON_TYPES, can_hold_pattern, relax_schema
+from forge.server.tool_schema import JSON_TYPES, can_hold_pattern
 from forge.strict_json import parse_json
 
 MAX_TEXT_LENGTH = 64
@@ -160,11 +160,13 @@ def arguments_of(tool: CallableTool, syntax: ParameterSyntax | None) -> ToolArgu
 
     O(the tool's schema), which may be large: the first caller must be a thread.
     """
+    arguments: ToolArguments
     for each_syntax, arguments in tool.derived:
         if each_syntax is syntax:
             return arguments
-    tool.derived.append((syntax, ToolArguments(tool, syntax)))
-    return arguments_of(tool, syntax)
+    arguments = ToolArguments(tool, syntax)
+    tool.derived.append((syntax, arguments))
+    return arguments
 
 
 def held_schema(parameters: Mapping[str, Any], listed: Sequence[ToolParameter]) -> dict[str, Any]:
@@ -201,8 +203,7 @@ def list_parameters(
     }
     others = {name: form.other for name, form in forms.items() if form.other is not None}
     # One check for all parameters: each would visit all definitions.
-    root = {"properties": others, "$defs": definitions}
-    check = SchemaCheck(relax_schema(root))  # which has no malformed keyword
+    check = SchemaCheck({"properties": others, "$defs": definitions})
     known = _Definitions(definitions, {name: _names_in(each) for name, each in definitions.items()})
     return tuple(
         _create_parameter(name, form, known, name in required, syntax, check)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from forge.async_llm import AsyncLLM
-from forge.server.tool_formats import FORMATS
+from forge.server.call_check import CallCheck
+from forge.server.output_events import ArgumentsPiece, CallStart
+from forge.server.tool_formats import FORMATS, CallableTool
 from forge.server.tool_schema import hoist_references, relax_further, relax_schema
 from forge.server.tools import parse_tools
 from tests.server.real_tools import REAL_SCHEMAS
@@ -99,6 +101,36 @@ def test_schemas_of_hostile_clients_cost_little() -> None:
     tools = parse_tools([tool("f", parameters=schema)], "required", None)
     assert tools is not None
     tools.structure(FORMATS["qwen3_coder"], VOCABULARY, None)
+
+
+class CountedSchema(dict[str, Any]):
+    """A schema that counts how often a keyword of it is read."""
+
+    num_reads = 0
+
+    def get(self, keyword: str, default: Any = None) -> Any:
+        """Return the keyword's value."""
+        self.num_reads += 1
+        return super().get(keyword, default)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_a_schema_is_read_once_for_all_calls_and_choices(name: str) -> None:
+    """The calls of an answer are read and compared on the thread that serves all clients."""
+    counts = []
+    for num_choices, num_calls in ((1, 1), (3, 10)):
+        inner = CountedSchema(type="object", properties={"a": STRING})
+        reference = {"anyOf": [STRING, {"$ref": "#/$defs/d"}]}
+        schema = {"type": "object", "properties": {"p": reference}, "$defs": {"d": inner}}
+        tools = [CallableTool("f", schema)]
+        for _ in range(num_choices):
+            check = CallCheck(tools, FORMATS[name])
+            for _ in range(num_calls):
+                check.add([CallStart("f"), ArgumentsPiece("{}")])
+            check.end(ends_by_itself=True, is_in_call=False)
+            assert check.violation is None
+        counts.append(inner.num_reads)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -14,7 +14,7 @@ Owns when a response is stored, and its end before its output. Knows no tenant.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from forge.outputs import TextDelta
 from forge.server.errors import APIError
@@ -79,10 +79,11 @@ class ResponseEvents:
         """Return a comment."""
         return comment_ping()
 
-    def encode_delta(self, index: int, delta: TextDelta) -> list[str]:
-        """Return the events of a delta. Raises StreamEnded where the response was cancelled.
+    def encode_delta(self, index: int, delta: TextDelta) -> Iterator[str]:
+        """Yield the events of a delta. Raises StreamEnded where the response was cancelled.
 
-        All are built before the first is sent, so that a cancel meanwhile comes after them.
+        All are built before the first is sent, so that a cancel meanwhile comes after them. Raises
+        APIError for a last delta that violates its schema, after the events of the start.
         """
         if self._output.status != "in_progress":
             raise StreamEnded
@@ -91,8 +92,14 @@ class ResponseEvents:
             self._has_started = True
             self._recorder.record_start(self._cancel)
             events += self._output.start_events()
-        events += self._output.delta_events(delta)
-        return [_encode(event) for event in events]
+        violation = None
+        try:
+            events += self._output.delta_events(delta)
+        except APIError as error:
+            violation = error
+        yield from map(_encode, events)
+        if violation is not None:
+            raise violation
 
     def encode_end(self) -> Iterable[str]:
         """Return the last events."""
