@@ -220,7 +220,8 @@ def test_a_resize_changes_both_pools_and_no_output(kind: Callable[..., AsyncLLM]
     [
         (HOST, {"num_blocks": 33}, "num_blocks", "33 blocks, and memory was allocated for 32"),
         (HOST, {"num_blocks": 0}, "num_blocks", "0 is not an integer from 1"),
-        (HOST, {"num_blocks": 10**400}, "num_blocks", "blocks, and memory was allocated for 32"),
+        (HOST, {"num_blocks": 2**24}, "num_blocks", "blocks, and memory was allocated for 32"),
+        (HOST, {"num_blocks": 10**400}, "num_blocks", "is not an integer from 1 to 16777216"),
         (HOST, {"num_blocks": 32, "num_host_blocks": 65}, "num_host_blocks", "allocated for 64"),
         (HOST, {"num_blocks": 32, "num_host_blocks": -1}, "num_host_blocks", "integer from 0"),
         (SMALL, {"num_blocks": 16, "num_host_blocks": 4}, "num_host_blocks", "no host pool"),
