@@ -28,6 +28,7 @@ from forge.server.chat_formats import ChatFormats
 from forge.server.errors import schema_violation_error
 from forge.server.output_events import ArgumentsPiece, CallStart, ReasoningPiece, TextPiece
 from forge.server.output_parser import OutputParser
+from forge.server.time_slicing import ENTRIES_PER_SLICE, SlicedWork, iter_texts
 from forge.server.timings import AnswerTimings
 from forge.server.tool_formats import HERMES, CallFormat
 from forge.tokenizer import Tokenizer
@@ -181,13 +182,17 @@ class OutputItems:
         if delta.finish_reason is not None:
             yield from self.end()
 
-    def push_whole(self, output: RequestOutput) -> Iterator[ItemEvent]:
-        """Add the only choice of a request that has ended, as its one delta."""
+    def push_whole(self, output: RequestOutput) -> SlicedWork[list[ItemEvent]]:
+        """Add the only choice of a request that has ended, in slices; return the events."""
         (choice,) = output.choices
-        return self.push(
+        events: list[ItemEvent] = []
+        for text in iter_texts(choice.text):
+            events += self.push(TextDelta(choice.index, text, ()))
+            yield ENTRIES_PER_SLICE
+        events += self.push(
             TextDelta(
                 choice.index,
-                choice.text,
+                "",
                 tuple(choice.token_ids),
                 choice.finish_reason,
                 cached_tokens=output.cached_tokens,
@@ -197,6 +202,7 @@ class OutputItems:
                 stop_match=choice.stop_match,
             )
         )
+        return events
 
     def end(self) -> Iterator[ItemEvent]:
         """End the output, after its last delta or before it; yield the events of that."""

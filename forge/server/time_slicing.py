@@ -30,6 +30,9 @@ ENTRIES_PER_SLICE = 2048
 TOKENS_PER_SLICE = 64
 """Most tokens of a list that are built or encoded at once."""
 
+CHARS_PER_SLICE = 1024
+"""Characters of a whole answer that are parsed at once: each call in them is compared as well."""
+
 SEND_BYTES = 2**18
 """Bytes handed to the connection at once."""
 
@@ -102,6 +105,12 @@ async def run_in_slices(work: SlicedWork[T]) -> T:
 def num_entries(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> int:
     """Return the number of entries of these tokens and log probabilities."""
     return len(tokens) + len(scores) * (1 + len(scores[0].top) if scores else 0)
+
+
+def iter_texts(text: str) -> Iterator[str]:
+    """Yield the text in the parts that one slice parses."""
+    for start in range(0, len(text), CHARS_PER_SLICE):
+        yield text[start : start + CHARS_PER_SLICE]
 
 
 def iter_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -60,8 +60,7 @@ class MessageOutput:
         """Build the whole message of an output, in slices. Raises APIError for an aborted one."""
         (choice,) = output.choices
         _check_not_aborted(choice.finish_reason)
-        for _ in self._items.push_whole(output):
-            pass
+        yield from self._items.push_whole(output)
         yield 1 + len(choice.token_ids) // TOKENS_PER_SLICE
         return {
             **self._message(self._encode_content()),

@@ -47,6 +47,7 @@ from forge.server.responses_api.stream import ResponseEvents, ResponseRecorder
 from forge.server.routes import APIRoute
 from forge.server.served_model import ServedModel
 from forge.server.streaming import GeneratedStream
+from forge.server.time_slicing import run_in_slices
 
 
 class Conversation(NamedTuple):
@@ -133,7 +134,7 @@ class ResponsesEndpoints:
         (engine_output,) = await generation.generate_outputs(
             queue, (engine_request,), head.request_id
         )
-        output.add_output(engine_output)
+        await run_in_slices(output.add_output(engine_output))
         recorder.record_whole()
         return Response(output.encode(), media_type="application/json")
 

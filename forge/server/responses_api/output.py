@@ -33,6 +33,7 @@ from forge.server.output_items import (
     ReasoningItem,
 )
 from forge.server.responses_api.items import ID_PREFIXES, Item, create_id, encode_object
+from forge.server.time_slicing import SlicedWork
 
 FINAL_STATUSES = {"stop": "completed", "length": "incomplete"}
 """Finish reason -> status of a response, where that is not `cancelled`: a pause aborts requests."""
@@ -75,9 +76,9 @@ class ResponseOutput:
         self._error: dict[str, str] | None = None
         self._num_events = 0
 
-    def add_output(self, output: RequestOutput) -> None:
-        """Add the whole output of a request, which ends the response."""
-        for event in self._items.push_whole(output):
+    def add_output(self, output: RequestOutput) -> SlicedWork[None]:
+        """Add the whole output of a request, which ends the response, in slices."""
+        for event in (yield from self._items.push_whole(output)):
             self._note(event)
         self._end(self._final_status())
 
