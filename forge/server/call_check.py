@@ -23,9 +23,10 @@ from forge.server.tool_parameters import arguments_of
 class CallCheck:
     """Checks the calls of one answer as they end.
 
-    tools       tools that the answer may call
-    structure   structure of an answer without calls, which no engine compares; None: any text
-    violation   what is wrong with the first part that does not have its schema, or None
+    tools             tools that the answer may call
+    structure         structure of an answer without calls, which no engine compares; None: any text
+    violation         what is wrong with the first part that does not have its schema, or None
+    num_valid_calls   calls that have ended before it, and have their schema
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class CallCheck:
         structure: Structure | None = None,
     ) -> None:
         self.violation: str | None = None
+        self.num_valid_calls = 0
         self._tools = {tool.name: tool for tool in tools}
         self._syntax = call_format.parameters if isinstance(call_format, ToolCallFormat) else None
         self._answer_schema = ""
@@ -57,17 +59,20 @@ class CallCheck:
             ):
                 self._pieces.append(event.text)
 
-    def end(self, *, ends_by_itself: bool, is_in_call: bool) -> None:
+    def end(self, *, ends_by_itself: bool, stops: bool, is_in_call: bool) -> None:
         """Check the last part of the answer.
 
-        ends_by_itself   no limit and no stop string cut it
+        ends_by_itself   no limit and no stop of the request cut it
+        stops            it has ended with `stop`: a stop may also come where it is complete
         is_in_call       the arguments of its last call are incomplete
         """
         if not is_in_call:
             self._end_call()
         elif ends_by_itself:
             self.violation = self.violation or "the answer ended within a call"
-        if ends_by_itself and self._answer_schema and not self._has_calls:
+        if not self._answer_schema or self._has_calls:
+            return
+        if ends_by_itself or (stops and _is_json("".join(self._pieces))):
             self._check("the answer", SchemaCheck(json.loads(self._answer_schema)))
 
     def _end_call(self) -> None:
@@ -86,3 +91,14 @@ class CallCheck:
             problem = str(error)
         if problem is not None:
             self.violation = f"{part}: {problem}"
+        elif self._has_calls:
+            self.num_valid_calls += 1
+
+
+def _is_json(text: str) -> bool:
+    """Return whether the text is complete JSON, however often its names come."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -501,7 +501,7 @@ class ChatCompletionResponse:
         choices = []
         for choice in output.choices:
             chat_choice = self._choices[choice.index]
-            message, content = chat_choice.message(choice), EncodedList()
+            message, content = (yield from chat_choice.message(choice)), EncodedList()
             for batch in split_scores(choice.logprobs):
                 yield from self._encode_logprobs(content, batch)
             choices.append(

@@ -28,6 +28,7 @@ from forge.server.output_events import (
     TextPiece,
 )
 from forge.server.output_parser import OutputParser
+from forge.server.time_slicing import ENTRIES_PER_SLICE, SlicedWork, iter_texts
 from forge.server.tool_formats import CallFormat
 from forge.server.tools import ToolSet
 
@@ -60,14 +61,22 @@ class ChatChoice:
         """Return the number of tokens of the reasoning so far."""
         return self._parser.num_reasoning_tokens
 
-    def message(self, choice: ChoiceOutput) -> dict[str, object]:
-        """Return the whole message of a choice."""
+    def message(self, choice: ChoiceOutput) -> SlicedWork[dict[str, object]]:
+        """Build the whole message of a choice, in slices.
+
+        A call that violates its schema is left out, and the calls after it: a client may run each
+        call of a message, whatever its finish reason is.
+        """
         parser = self._parser
         parser.count_tokens(choice.token_ids)
         texts: list[str] = []
         reasoning: list[str] = []
         calls: list[dict[str, Any]] = []
-        for event in [*parser.push(choice.text), *parser.flush(choice)]:
+        events: list[OutputEvent] = []
+        for text in iter_texts(choice.text):
+            events += parser.push(text)
+            yield ENTRIES_PER_SLICE
+        for event in [*events, *parser.flush(choice)]:
             match event:
                 case ReasoningPiece(piece):
                     reasoning.append(piece)
@@ -77,6 +86,8 @@ class ChatChoice:
                     calls.append(self._create_call(name))
                 case ArgumentsPiece(piece):
                     calls[-1]["function"]["arguments"] += piece
+        if self.violation is not None:
+            del calls[parser.num_valid_calls :]
         content = "".join(texts) or self._empty_content
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         message |= dict.fromkeys(self._reasoning_keys, "".join(reasoning) or None)

@@ -43,6 +43,11 @@ class OutputParser:
         return self._calls.num_calls
 
     @property
+    def num_valid_calls(self) -> int:
+        """Return the number of calls that have ended and have their schemas, up to a violation."""
+        return self._check.num_valid_calls
+
+    @property
     def is_open(self) -> bool:
         """Return whether the arguments of the latest call are incomplete."""
         return self._calls.is_open
@@ -75,8 +80,10 @@ class OutputParser:
         events = self._find_calls(self._reasoning.flush())
         events = merge_events([*events, *self._calls.flush()])
         self._check.add(events)
+        stops = end.finish_reason == "stop"
         self._check.end(
-            ends_by_itself=end.finish_reason == "stop" and end.stop_match.reason is None,
+            ends_by_itself=stops and end.stop_match.reason is None,
+            stops=stops,
             is_in_call=self.is_open,
         )
         self._check.violation = self._check.violation or find_violation(end)

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from forge.async_llm import AsyncLLM
+from forge.outputs import StopMatch, TextDelta
+from forge.request import Structure
 from forge.server.call_check import CallCheck
+from forge.server.chat_formats import ChatFormats
 from forge.server.output_events import ArgumentsPiece, CallStart
+from forge.server.response_format import NamedStructure
 from forge.server.tool_formats import FORMATS, CallableTool
 from forge.server.tool_schema import hoist_references, relax_further, relax_schema
 from forge.server.tools import parse_tools
@@ -127,7 +131,7 @@ def test_a_schema_is_read_once_for_all_calls_and_choices(name: str) -> None:
             check = CallCheck(tools, FORMATS[name])
             for _ in range(num_calls):
                 check.add([CallStart("f"), ArgumentsPiece("{}")])
-            check.end(ends_by_itself=True, is_in_call=False)
+            check.end(ends_by_itself=True, stops=True, is_in_call=False)
             assert check.violation is None
         counts.append(inner.num_reads)
     assert counts[0] == counts[1] > 0
@@ -224,6 +228,21 @@ def test_a_call_that_does_not_have_its_schema_is_an_error(
         assert problem in end["error"]["message"]
 
 
+def test_a_message_has_the_calls_before_one_that_violates_its_schema(
+    server: RunningServer,
+) -> None:
+    """A client may run each call of a message, whatever its finish reason is."""
+    first, *others = (call("f", text) for text in ('{"x": 1}', '{"x": 1, "x": 2}', '{"x": 3}'))
+    script = "\n".join([first, *others])
+    given = tool("f", parameters={"type": "object"})
+    (choice,) = choices(server, **set_script(server, script, tools=[given]))
+    assert choice["finish_reason"] == "error"
+    (kept,) = choice["message"]["tool_calls"]
+    assert kept["function"]["arguments"] == '{"x": 1}'
+    (choice,) = choices(server, **set_script(server, others[0], tools=[given]))
+    assert choice["finish_reason"] == "error" and "tool_calls" not in choice["message"]
+
+
 def test_an_escape_cannot_name_a_declared_property_again(server: RunningServer) -> None:
     script = call("read", '{"path": "/tmp/a", "\\u0070ath": "/etc"}')
     (choice,) = choices(server, **set_script(server, script, tools=[READ]), max_tokens=300)
@@ -242,6 +261,29 @@ def test_an_answer_alongside_tools_has_its_response_format(server: RunningServer
         server, **set_script(server, '{"x": 1}', tools=[READ], response_format=form)
     )
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "is_valid"),
+    [
+        ('{"x": 1, "x": 2}', TextDelta(0, "", (), "stop", stop_match=StopMatch(7)), False),
+        ('{"x": 1, "y": 2}', TextDelta(0, "", (), "stop", stop_match=StopMatch(7)), True),
+        ('{"x": 1, "x', TextDelta(0, "", (), "stop", stop_match=StopMatch("x")), True),
+        ('{"x": 1, "x": 2}', TextDelta(0, "", (), "length"), True),
+        ('{"x": 1, "x', TextDelta(0, "", (), "stop"), False),
+    ],
+)
+def test_an_answer_that_a_stop_ends_is_compared_where_it_is_complete(
+    text: str, finish: TextDelta, is_valid: bool
+) -> None:
+    """A model may have several end ids, of which one is that of its tokenizer."""
+    schema = NamedStructure("response_format", Structure.json_schema({"type": "object"}))
+    tools = parse_tools([READ], None, None)
+    formats = ChatFormats(None, FORMATS["hermes"], "")
+    parser = formats.create_parser(schema, tools, [], VOCABULARY)
+    parser.push(text)
+    parser.flush(finish)
+    assert (parser.violation is None) == is_valid
 
 
 def test_responses_and_messages_with_such_a_call_fail(server: RunningServer) -> None:
