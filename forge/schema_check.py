@@ -26,13 +26,14 @@ from forge.schema_grammar import prepare_schema
 from forge.schema_references import find_references
 from forge.strict_json import SchemaViolation, measure_json, parse_json
 
-MIN_STEPS, STEPS_PER_VALUE, MAX_STEPS = 10_000, 256, 500_000
+MIN_STEPS, STEPS_PER_VALUE, MAX_STEPS = 5_000, 512, 200_000
 """Comparisons of a value with a keyword: those that any output may take, more for each value in it,
-and most for one output, besides one for each character of its strings. 1,000 take about 2 ms: a
-text takes less than its masks did."""
+and most for one output, besides one for each character of its strings. 1,000 take 1 to 2 ms: a text
+takes less than its masks did."""
 
-PATTERN_STEPS, MATCH_STEPS, CHARS_PER_STEP = 300, 5, 4
-"""Comparisons that a regex counts as: when it is first used, for each text, and for its length."""
+PATTERN_STEPS, TEXT_STEPS, MATCH_STEPS, CHARS_PER_STEP = 300, 6, 40, 2
+"""Comparisons that a regex counts as, by its time: when it is compiled for a text, for each text,
+for a text that it matches, and for its length."""
 
 _PATTERN_LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=20_000, max_lexer_states=2_000, verbose_errors=False
@@ -94,10 +95,22 @@ class SchemaCheck:
         self._schema = schema
         root = schema if isinstance(schema, dict) else {}
         has_prefix_items = not any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
+        self._patterns: list[_Pattern] = []
         schemas, references = find_references(schema)
-        self._rules = {id(each): list(_create_rules(each, has_prefix_items)) for each in schemas}
+        self._rules = {
+            id(each): list(_create_rules(each, has_prefix_items, self._patterns))
+            for each in schemas
+        }
         for each, target in references:
             self._rules[id(each)].append(_reference_rule(target))
+
+    def compile_patterns(self) -> None:
+        """Compile all patterns, which the first values that need them do not wait for then.
+
+        0.2 ms for each, in a thread that others do not wait for.
+        """
+        for pattern in self._patterns:
+            pattern.compile()
 
     def find_violation(self, text: str) -> str | None:
         """Return why the JSON text does not have the schema, or None where it has.
@@ -129,8 +142,10 @@ class SchemaCheck:
 # Rules of keywords: functions of a value and its comparison. Each applies to its types only.
 
 
-def _create_rules(schema: dict[str, Any], has_prefix_items: bool) -> Iterator[_Rule]:
-    """Yield the rules of a schema, except that of its reference."""
+def _create_rules(
+    schema: dict[str, Any], has_prefix_items: bool, patterns: list[_Pattern]
+) -> Iterator[_Rule]:
+    """Yield the rules of a schema, except that of its reference; add its patterns to the list."""
     for keyword, (kind, fits) in _FITS.items():
         if keyword in schema:
             yield from _simple_rules(keyword, schema, kind, fits)
@@ -139,12 +154,16 @@ def _create_rules(schema: dict[str, Any], has_prefix_items: bool) -> Iterator[_R
             yield _literal_rule(keyword, literals)
     for keyword in ("pattern", "format"):
         if isinstance(schema.get(keyword), str):
-            yield _text_rule(keyword, schema[keyword])
+            patterns.append(_Pattern(keyword, schema[keyword]))
+            yield _text_rule(keyword, patterns[-1])
     for keyword, create in _COMBINATIONS.items():
         if isinstance(schema.get(keyword), list):
             yield create(schema[keyword])
     if not schema.keys().isdisjoint(("properties", "patternProperties", "additionalProperties")):
-        yield _object_rule(schema)
+        named = schema.get("patternProperties") or {}
+        names = [_Pattern("pattern", each) for each in named]
+        patterns += names
+        yield _object_rule(schema, list(zip(names, named.values(), strict=True)))
     if not schema.keys().isdisjoint(("items", "prefixItems", "additionalItems")):
         yield _array_rule(schema, has_prefix_items)
 
@@ -259,33 +278,39 @@ def _byte_tokens() -> llguidance.LLTokenizer:
 
 
 class _Pattern:
-    """A pattern or a format, which is compiled when it is first used."""
+    """A pattern or a format, which is compiled when it is first used, or before."""
 
     def __init__(self, keyword: str, argument: str) -> None:
         self._schema = prepare_schema({"type": "string", keyword: argument})
         self._matcher: llguidance.LLMatcher | None = None
+
+    def compile(self) -> llguidance.LLMatcher:
+        """Return the matcher, before any text."""
+        if self._matcher is None:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(self._schema)
+            self._matcher = llguidance.LLMatcher(
+                _byte_tokens(), grammar, log_level=0, limits=_PATTERN_LIMITS
+            )
+        return self._matcher
 
     def matches(self, text: str, comparison: _Comparison) -> bool:
         """Return whether the text matches.
 
         True where that cannot be decided within _PATTERN_LIMITS: the masks have held it.
         """
-        comparison.spend(MATCH_STEPS + len(text) // CHARS_PER_STEP)
+        comparison.spend(TEXT_STEPS + len(text) // CHARS_PER_STEP)
         if self._matcher is None:
             comparison.spend(PATTERN_STEPS)
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(self._schema)
-            self._matcher = llguidance.LLMatcher(
-                _byte_tokens(), grammar, log_level=0, limits=_PATTERN_LIMITS
-            )
         data = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").encode()
-        matcher = self._matcher.deep_copy()
+        matcher = self.compile().deep_copy()
         num_read = matcher.try_consume_tokens(list(data))
-        return matcher.is_error() or (num_read == len(data) and matcher.is_accepting())
+        if matcher.is_error():
+            return True
+        comparison.spend(MATCH_STEPS if num_read == len(data) else 0)
+        return num_read == len(data) and matcher.is_accepting()
 
 
-def _text_rule(keyword: str, argument: str) -> _Rule:
-    pattern = _Pattern(keyword, argument)
-
+def _text_rule(keyword: str, pattern: _Pattern) -> _Rule:
     def find(value: Any, comparison: _Comparison) -> str | None:
         fits = not isinstance(value, str) or pattern.matches(value, comparison)
         return None if fits else f": {keyword}"
@@ -333,12 +358,8 @@ def _reference_rule(target: Any) -> _Rule:
     return lambda value, comparison: comparison.compare(value, target)
 
 
-def _object_rule(schema: dict[str, Any]) -> _Rule:
+def _object_rule(schema: dict[str, Any], patterns: list[tuple[_Pattern, Any]]) -> _Rule:
     properties, further = schema.get("properties") or {}, schema.get("additionalProperties", True)
-    patterns = [
-        (_Pattern("pattern", pattern), each)
-        for pattern, each in (schema.get("patternProperties") or {}).items()
-    ]
 
     def find(value: Any, comparison: _Comparison) -> str | None:
         if not isinstance(value, dict):

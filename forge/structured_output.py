@@ -504,6 +504,7 @@ def compile_grammar(
     check = None
     if structure.kind is StructureKind.JSON_SCHEMA:
         check = SchemaCheck(json.loads(structure.text))
+        check.compile_patterns()  # the thread of the steps compares
     return _CompiledGrammar(lexers, first_mask, level, check)
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from forge.request import Structure
 from forge.schema_check import SchemaCheck
 from forge.schema_grammar import prepare_schema
 from forge.strict_json import MAX_NESTING, SchemaViolation, parse_json
+from forge.structured_output import LLGuidanceBackend
+from forge.tokenizer import ByteTokenizer
 
 PATH: dict[str, Any] = {"properties": {"path": {"enum": ["/tmp/a"]}}, "required": ["path"]}
 EXPRESSION: dict[str, Any] = {
@@ -147,6 +150,25 @@ def test_a_schema_that_refers_to_itself_twice_costs_no_more_with_each_level() ->
 def test_a_regex_does_not_backtrack() -> None:
     check = SchemaCheck({"pattern": "^(a|a|aa)*$"})
     assert check.find_violation(json.dumps("a" * 5000 + "b")) is not None
+
+
+def test_no_output_waits_for_patterns_or_pays_for_them() -> None:
+    """Compiled with the structure: the first output that needs them would have had too many."""
+    schema = {"anyOf": [{"type": "string", "pattern": f"^a{index}$"} for index in range(40)]}
+    tokenizer = ByteTokenizer()
+    backend = LLGuidanceBackend(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token])
+    matcher = backend.create_matcher(Structure.json_schema(schema), allow_end=True)
+    assert [matcher.feed(token) for token in tokenizer.encode('"a39"')][-1]
+
+
+def test_a_match_costs_as_much_as_many_other_comparisons() -> None:
+    """A short text takes 33 us, so the thread of the steps matched for seconds."""
+    patterns = [{"pattern": f"^[a-z0-9]{{0,{index}}}$"} for index in range(50, 60)]
+    check = SchemaCheck({"items": {"allOf": patterns}})
+    check.compile_patterns()
+    assert check.find_value_violation([f"a{index}" for index in range(100)]) is None
+    with pytest.raises(ValueError, match="steps or more"):
+        check.find_value_violation([f"a{index}" for index in range(500)])
 
 
 def test_too_many_steps_end_the_comparison() -> None:
