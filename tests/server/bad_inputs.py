@@ -958,7 +958,14 @@ PROMPTS = [
         code="context_length_exceeded",
     ),
     accepted_row(
-        65, "the name of a special token", PROMPT_PATHS, {"prompt": "<|end|>"}, check=has_tokens(7)
+        65, "the name of a special token", PROMPT_PATHS, {"prompt": "<|end|>"}, check=has_tokens(1)
+    ),
+    accepted_row(
+        65,
+        "the name of a special token as text",
+        PROMPT_PATHS,
+        {"prompt": "<|end|>", "parse_special_tokens": False},
+        check=has_tokens(7),
     ),
     accepted_row(
         65,
@@ -1351,9 +1358,18 @@ def tool(name: Any, **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
-def chat_with_tool(parameters: Any) -> dict[str, Any]:
+def chat_with_tool(parameters: Any, **fields: Any) -> dict[str, Any]:
     """Return a chat with one tool, whose arguments have this schema."""
-    return {"tools": [tool("f", parameters=parameters)]}
+    return {"tools": [tool("f", parameters=parameters, **fields)]}
+
+
+UNFOLLOWABLE_SCHEMAS = (
+    {"properties": {"a": {"type": "string", "pattern": "["}}},
+    {"properties": {"a": {"$ref": "#/nowhere"}}},
+    {"properties": {"a": {"type": "foo"}}},
+    {"properties": {"a": {"const": -(2**63)}}},
+)
+"""Schemas of arguments that no grammar can follow."""
 
 
 def has_calls(answer: WireResponse) -> bool:
@@ -1419,14 +1435,17 @@ CALLING = {"tools": [tool("f")], "tool_choice": NAMED_TOOL_CHOICE, "parallel_too
 TOOLS = [
     refused_row(
         127,
-        "arguments that cannot be followed",
+        "strict arguments that cannot be followed",
         (CHAT,),
-        chat_with_tool({"properties": {"a": {"type": "string", "pattern": "["}}}),
-        chat_with_tool({"properties": {"a": {"$ref": "#/nowhere"}}}),
-        chat_with_tool({"properties": {"a": {"type": "foo"}}}),
-        chat_with_tool({"properties": {"a": {"const": -(2**63)}}}),
+        *(chat_with_tool(each, strict=True) for each in UNFOLLOWABLE_SCHEMAS),
         param="tools[0].function.parameters",
         code="invalid_schema",
+    ),
+    accepted_row(
+        127,
+        "arguments that cannot be followed",
+        (CHAT,),
+        *map(chat_with_tool, UNFOLLOWABLE_SCHEMAS),
     ),
     refused_row(
         127,
