@@ -46,11 +46,18 @@ class CallCheck:
         self._name = ""
         self._pieces: list[str] = []  # of the arguments of a call, or of an answer without calls
 
-    def add(self, events: Sequence[OutputEvent]) -> None:
-        """Add the next events of the answer. A call ends where the next one starts."""
+    def add(self, events: Sequence[OutputEvent], *, is_in_call: bool) -> list[OutputEvent]:
+        """Add the next events of the answer; return those that a client may have.
+
+        is_in_call   the arguments of its last call are incomplete after them
+
+        Nothing follows a violation, and a call that violates its schema does not end: clients run
+        calls without a look at the finish reason, but not without the end of their arguments.
+        """
+        allowed: list[OutputEvent] = []
         for event in events:
             if isinstance(event, CallStart):
-                self._end_call()
+                self._end_call(allowed)
                 self._has_calls = True
                 self._pieces.clear()
                 self._name = event.name
@@ -58,6 +65,12 @@ class CallCheck:
                 isinstance(event, TextPiece) and self._answer_schema and not self._has_calls
             ):
                 self._pieces.append(event.text)
+            if self.violation is not None:
+                return allowed
+            allowed.append(event)
+        if not is_in_call:
+            self._end_call(allowed)
+        return allowed
 
     def end(self, *, ends_by_itself: bool, stops: bool, is_in_call: bool) -> None:
         """Check the last part of the answer.
@@ -66,33 +79,37 @@ class CallCheck:
         stops            it has ended with `stop`: a stop may also come where it is complete
         is_in_call       the arguments of its last call are incomplete
         """
-        if not is_in_call:
-            self._end_call()
-        elif ends_by_itself:
+        if is_in_call and ends_by_itself:
             self.violation = self.violation or "the answer ended within a call"
         if not self._answer_schema or self._has_calls:
             return
         if ends_by_itself or (stops and _is_json("".join(self._pieces))):
-            self._check("the answer", SchemaCheck(json.loads(self._answer_schema)))
+            self._fits("the answer", SchemaCheck(json.loads(self._answer_schema)))
 
-    def _end_call(self) -> None:
-        if not self._name:
+    def _end_call(self, events: list[OutputEvent]) -> None:
+        """Compare the open call, if there is one; take its end out of the events where it fails."""
+        if not self._name or self.violation is not None:
             return
-        check = arguments_of(self._tools[self._name], self._syntax).check
-        self._check(f"the arguments of the call of '{self._name}'", check)
+        name, self._name = self._name, ""
+        check = arguments_of(self._tools[name], self._syntax).check
+        if self._fits(f"the arguments of the call of '{name}'", check):
+            self.num_valid_calls += 1
+            return
+        while events:
+            last = events.pop()
+            if isinstance(last, ArgumentsPiece):
+                events.append(ArgumentsPiece(last.text[:-1]))
+                return
 
-    def _check(self, part: str, check: SchemaCheck) -> None:
-        """Compare the pieces with their schema."""
-        if self.violation is not None:
-            return
+    def _fits(self, part: str, check: SchemaCheck) -> bool:
+        """Return whether the pieces have their schema; else set the violation."""
         try:
             problem = check.find_violation("".join(self._pieces))
         except ValueError as error:  # it takes too long
             problem = str(error)
         if problem is not None:
             self.violation = f"{part}: {problem}"
-        elif self._has_calls:
-            self.num_valid_calls += 1
+        return problem is None
 
 
 def _is_json(text: str) -> bool:

@@ -69,8 +69,7 @@ class OutputParser:
     def push(self, text: str) -> list[OutputEvent]:
         """Add text; return the events that are certain now, with equal neighbours merged."""
         events = merge_events(self._find_calls(self._reasoning.push(text)))
-        self._check.add(events)
-        return events
+        return self._check.add(events, is_in_call=self.is_open)
 
     def flush(self, end: ChoiceOutput | TextDelta) -> list[OutputEvent]:
         """Return the events of the text that was held back. This is the last call.
@@ -79,7 +78,7 @@ class OutputParser:
         """
         events = self._find_calls(self._reasoning.flush())
         events = merge_events([*events, *self._calls.flush()])
-        self._check.add(events)
+        events = self._check.add(events, is_in_call=self.is_open)
         stops = end.finish_reason == "stop"
         self._check.end(
             ends_by_itself=stops and end.stop_match.reason is None,

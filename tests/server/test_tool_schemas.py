@@ -15,7 +15,7 @@ from forge.server.call_check import CallCheck
 from forge.server.chat_formats import ChatFormats
 from forge.server.output_events import ArgumentsPiece, CallStart
 from forge.server.response_format import NamedStructure
-from forge.server.tool_formats import FORMATS, CallableTool
+from forge.server.tool_formats import FORMATS, CallableTool, ToolCallFormat
 from forge.server.tool_schema import hoist_references, relax_further, relax_schema
 from forge.server.tools import parse_tools
 from tests.server.real_tools import REAL_SCHEMAS
@@ -130,7 +130,7 @@ def test_a_schema_is_read_once_for_all_calls_and_choices(name: str) -> None:
         for _ in range(num_choices):
             check = CallCheck(tools, FORMATS[name])
             for _ in range(num_calls):
-                check.add([CallStart("f"), ArgumentsPiece("{}")])
+                check.add([CallStart("f"), ArgumentsPiece("{}")], is_in_call=False)
             check.end(ends_by_itself=True, stops=True, is_in_call=False)
             assert check.violation is None
         counts.append(inner.num_reads)
@@ -241,6 +241,34 @@ def test_a_message_has_the_calls_before_one_that_violates_its_schema(
     assert kept["function"]["arguments"] == '{"x": 1}'
     (choice,) = choices(server, **set_script(server, others[0], tools=[given]))
     assert choice["finish_reason"] == "error" and "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, form in FORMATS.items() if getattr(form, "separator", None) is not None]
+)
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_a_stream_has_no_end_of_a_call_that_violates_its_schema(name: str, size: int) -> None:
+    """Clients gather the arguments of each call, and run it once they are JSON."""
+    form = FORMATS[name]
+    assert isinstance(form, ToolCallFormat)
+    syntax, written = form.parameters, []
+    for value in ('{"x": 1}', '{"x": 1, "x": 2}', '{"x": 3}'):
+        arguments = f'{{"v": {value}}}'
+        if syntax is not None:
+            arguments = syntax.key_text("v") + value + syntax.end
+        written.append(form.call_prefix("f") + arguments + form.call_suffix)
+    text = form.begin + (form.separator or "").join(written) + form.end
+    tools = parse_tools(
+        [tool("f", parameters={"properties": {"v": {"type": "object"}}})], None, None
+    )
+    parser = ChatFormats(None, form, "").create_parser(None, tools, [], VOCABULARY)
+    events = [
+        event for at in range(0, len(text), size) for event in parser.push(text[at : at + size])
+    ]
+    events += parser.flush(TextDelta(0, "", (), "stop"))
+    assert parser.violation is not None
+    calls = "".join("|" if isinstance(each, CallStart) else each.text for each in events)
+    assert calls == '|{"v": {"x": 1}}|{"v": {"x": 1, "x": 2}'
 
 
 def test_an_escape_cannot_name_a_declared_property_again(server: RunningServer) -> None:

@@ -40,7 +40,7 @@ def test_tools_of_every_format_are_run(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_call_that_nothing_checks_fails_its_world(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CallCheck, "end", lambda self, **_: None)
+    monkeypatch.setattr(CallCheck, "add", lambda self, events, **_: events)
     assert schema_seeds.main(["--worlds", "tool", "--seeds", "15", "--first", "30"]) == 1
     assert json.loads(capsys.readouterr().out)["failed"]
 
