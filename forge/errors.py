@@ -11,6 +11,7 @@ A broken invariant is not here: it is an assert with its numbers, and it crashes
     ├── InvalidConfig         an option cannot be honoured; the command line exits with 2
     ├── InvalidWeights        a tensor does not match the model's; no weight has changed
     ├── EnginePaused          the engine is paused or sleeps, and a command needs it to run
+    ├── EngineBusy            a call of LLM within another one, as from a handler of a signal
     ├── CacheError            a refused cache operation; the cache is unchanged
     │   ├── OutOfBlocks
     │   ├── UnknownSequence
@@ -89,6 +90,10 @@ class InvalidWeights(ForgeError, ValueError):
 
 class EnginePaused(ForgeError):
     """The engine is paused, or its model sleeps; the message names the command that comes first."""
+
+
+class EngineBusy(ForgeError):
+    """The engine is in a call of this thread, within which no other can run."""
 
 
 class CacheError(ForgeError):

@@ -23,7 +23,7 @@ from typing import Self, TypedDict, Unpack, cast
 from forge.chat_prompts import Chat, encode_chats, invalid_unicode_error
 from forge.deferred_interrupt import defer_interrupt
 from forge.engine_options import DEFAULT_MODEL, Options, add_offline_defaults, open_engine
-from forge.errors import EngineDead, EnginePaused, InvalidConfig, InvalidRequest
+from forge.errors import EngineBusy, EngineDead, EnginePaused, InvalidConfig, InvalidRequest
 from forge.outputs import OutputBatch, OutputProcessor, RequestOutput, TextDelta
 from forge.pause import PauseMode
 from forge.policy import Policy
@@ -147,7 +147,7 @@ class LLM:
 
     Ctrl-C takes effect after the step that runs, and a second one at once: see defer_interrupt.
     Several threads may call it: a call waits for that of another thread to end, and the read of a
-    stream for its steps.
+    stream for its steps. A call within a call, as from a handler of a signal, is refused.
 
     device   what the model runs on
     """
@@ -214,9 +214,20 @@ class LLM:
 
     @contextmanager
     def _use_open(self) -> Iterator[Callable[[], None]]:
-        """Use the engine as `_use` does. Raises EngineDead once it was closed."""
-        with self._use() as raise_pending:
+        """Use the engine as `_use_alone` does. Raises EngineDead once it was closed."""
+        with self._use_alone() as raise_pending:
             self._check_open()
+            yield raise_pending
+
+    @contextmanager
+    def _use_alone(self) -> Iterator[Callable[[], None]]:
+        """Use the engine as `_use` does. Raises EngineBusy within another use.
+
+        The other one may be within a step, and outputs of its requests would come here.
+        """
+        with self._use() as raise_pending:
+            if self._num_uses > 1:
+                raise EngineBusy("this thread is within a call of this LLM. Call it afterwards")
             yield raise_pending
 
     def _end_uses(self) -> None:
@@ -443,7 +454,7 @@ class LLM:
             yield TextDelta(0, "", ())
             while not processor.is_finished:
                 if not pending:
-                    with self._use() as raise_pending:
+                    with self._use_alone() as raise_pending:
                         while not pending:
                             raise_pending()
                             self._pass_to_streams(self._step())

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from forge.errors import EngineDead
+from forge.errors import EngineBusy, EngineDead
 from forge.llm import LLM
 from forge.outputs import TextDelta
 from forge.recorder import Recorder
@@ -145,6 +145,40 @@ def test_a_stream_that_another_thread_drops_does_not_wait_for_the_engine() -> No
         llm.engine.recorder = CallingRecorder(drop)
         assert generate_one(llm, "abc") == tokens_of_one_thread(["abc"])[0]
         assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("call", [generate_one, chat_one, stream_one])
+def test_a_call_within_a_call_is_refused_and_changes_nothing(
+    call: Callable[[LLM, str], list[int]],
+) -> None:
+    """A handler of a signal runs anywhere on the main thread, also within a step."""
+    with LLM("hash") as llm:
+        opened = llm.stream("opened before", PARAMS)
+        refused: list[str] = []
+
+        def interrupt() -> None:
+            for each in (
+                lambda: call(llm, "within"),
+                lambda: read_all(opened),
+                lambda: llm.end_session("none"),
+                lambda: llm.update_weights({"seed": 3}),
+                llm.pause,
+            ):
+                with pytest.raises(EngineBusy, match="within a call") as error:
+                    each()
+                refused.append(str(error.value))
+
+        llm.engine.recorder = CallingRecorder(interrupt)
+        assert generate_one(llm, "abc") == tokens_of_one_thread(["abc"])[0]
+        assert len(refused) == 5
+        assert not llm.engine.has_work
+
+
+def test_close_within_a_call_ends_it() -> None:
+    with LLM("hash") as llm:
+        llm.engine.recorder = CallingRecorder(llm.close)
+        (output,) = llm.generate(["abc"], LONG, use_tqdm=False)
+        assert output.finish_reason == "abort"
 
 
 def test_close_waits_for_the_call_of_another_thread() -> None:
