@@ -74,7 +74,7 @@ class GrammarMatcher(Protocol):
 
     def check_end(self) -> None:
         """Raise where the output ends here, before a token that is not fed, and must not."""
-        return
+        ...
 
 
 def no_stop_checker(request: Request) -> StopChecker | None:
