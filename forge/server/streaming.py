@@ -26,7 +26,7 @@ from forge.server import generation
 from forge.server.admission import AdmissionQueue
 from forge.server.errors import APIError, ClientDisconnected
 from forge.server.sse import EventStream
-from forge.server.time_slicing import MIN_ENTRY_BYTES, SliceBudget, num_entries
+from forge.server.time_slicing import ENTRIES_PER_SLICE, MIN_ENTRY_BYTES, SliceBudget, num_entries
 
 
 class StreamEncoder(Protocol):
@@ -99,6 +99,8 @@ class GeneratedStream(Response):
                 await events.send(event)
                 await budget.spend(len(event) // MIN_ENTRY_BYTES)
             await budget.spend(1 + num_entries(delta.token_ids, delta.logprobs))
+            if delta.finish_reason is not None:  # a choice may be compared with its schema there
+                await budget.spend(ENTRIES_PER_SLICE)
 
         try:
             await generation.run_requests(

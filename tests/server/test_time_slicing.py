@@ -19,12 +19,15 @@ from starlette.types import Message, Receive, Scope, Send
 from forge.async_llm import MAX_DELTAS_PER_READ, MAX_LOGPROBS_PER_READ, AsyncLLM
 from forge.outputs import RequestOutput, TextDelta
 from forge.request import Request, SamplingParams, TokenLogprob
+from forge.server.admission import AdmissionQueue
 from forge.server.app import create_app
 from forge.server.chat import ChatCompletionResponse, ChatRequest
 from forge.server.chat_formats import find_chat_formats
+from forge.server.errors import APIError
 from forge.server.legacy_logprobs import LegacyLogprobs
 from forge.server.prompt_logprobs import build_prompt_logprobs
 from forge.server.protocol import parse_request
+from forge.server.streaming import GeneratedStream
 from forge.server.time_slicing import (
     ENTRIES_PER_SLICE,
     SEND_BYTES,
@@ -127,6 +130,59 @@ def test_no_callback_does_more_for_an_answer_of_many_log_probabilities(
     assert answer.status_code == 200, answer.text
     assert len(answer.content) > 100_000
     assert most < MOST_CALLS
+
+
+class TicksAtEnds:
+    """A StreamEncoder that notes how often others have run, at the end of each choice."""
+
+    def __init__(self) -> None:
+        self.num_ticks = 0
+        self.ticks_at_ends: list[int] = []
+
+    def encode_ping(self) -> str:
+        """Return nothing."""
+        return ""
+
+    def encode_delta(self, index: int, delta: TextDelta) -> list[str]:
+        """Note the ticks at the end of a choice."""
+        if delta.finish_reason is not None:
+            self.ticks_at_ends.append(self.num_ticks)
+        return ["a"]
+
+    def encode_end(self) -> list[str]:
+        """Return no event."""
+        return []
+
+    def encode_error(self, error: APIError) -> list[str]:
+        """Return no event."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_others_run_between_the_ends_of_the_choices_of_a_stream() -> None:
+    """An answer with tools is compared with its schema there, which may take some milliseconds."""
+    encoder = TicksAtEnds()
+
+    async def tick() -> None:
+        while True:
+            encoder.num_ticks += 1
+            await asyncio.sleep(0)
+
+    async def send(message: Message) -> None:
+        pass
+
+    async def stream() -> None:
+        async with AsyncLLM("hash", num_blocks=256, block_size=16) as llm:
+            request = llm.create_request("a", SamplingParams(max_tokens=1, n=8))
+            response = GeneratedStream(AdmissionQueue(llm), [request], "", encoder)
+            ticker = asyncio.create_task(tick())
+            await response({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+            ticker.cancel()
+
+    asyncio.run(asyncio.wait_for(stream(), 20))
+    assert len(set(encoder.ticks_at_ends)) == len(encoder.ticks_at_ends) == 8
 
 
 def test_a_reader_that_was_slow_takes_what_waited_in_parts() -> None:
