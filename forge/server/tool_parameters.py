@@ -153,7 +153,6 @@ class ToolArguments:
         if syntax is not None and not tool.is_strict:
             self.schema = held_schema(tool.parameters, self.parameters)
         self.check = SchemaCheck(self.schema)
-        self.check.compile_patterns()  # the event loop compares
 
 
 def arguments_of(tool: CallableTool, syntax: ParameterSyntax | None) -> ToolArguments:

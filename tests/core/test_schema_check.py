@@ -161,6 +161,15 @@ def test_no_output_waits_for_patterns_or_pays_for_them() -> None:
     assert [matcher.feed(token) for token in tokenizer.encode('"a39"')][-1]
 
 
+def test_a_pattern_that_comes_often_is_compiled_once() -> None:
+    """A matcher takes 40 KiB, and a schema has the same formats again and again."""
+    text = {"type": "string", "format": "date-time", "pattern": "^2"}
+    names = [f"p{index}" for index in range(100)]
+    schema = {"properties": {name: dict(text) for name in names}, "patternProperties": {"^2": text}}
+    patterns = SchemaCheck(schema).compile_patterns()
+    assert sorted(patterns) == [("format", "date-time"), ("pattern", "^2")]
+
+
 def test_a_match_costs_as_much_as_many_other_comparisons() -> None:
     """A short text takes 33 us, so the thread of the steps matched for seconds."""
     patterns = [{"pattern": f"^[a-z0-9]{{0,{index}}}$"} for index in range(50, 60)]
