@@ -29,6 +29,11 @@ from forge.models.hf.decoders.module_decoder import (  # noqa: E402
 )
 from forge.models.hf.kv_cache import KVCacheSpec  # noqa: E402
 from forge.models.hf.loading.decoder_loader import run_concurrently, select_decoder  # noqa: E402
+from forge.models.hf.loading.end_tokens import (  # noqa: E402
+    DEFAULT_SUFFIX,
+    EndToken,
+    complete_end_tokens,
+)
 from forge.models.hf.loading.kernel_selection import refuse_small_gpu  # noqa: E402
 from forge.models.hf.loading.memory import num_device_blocks, num_host_blocks  # noqa: E402
 from forge.models.hf.loading.model_loader import open_model  # noqa: E402
@@ -38,6 +43,7 @@ from forge.models.hf.loading.model_spec import (  # noqa: E402
     refuse_dynamic_rope,
 )
 from forge.models.hf.ops.reference import TorchOps  # noqa: E402
+from forge.models.hf.tokenizer import HFTokenizer  # noqa: E402
 from forge.models.loader import load_model  # noqa: E402
 from tests.hf.families import FAMILIES, SMALL, create_module, generate_greedy  # noqa: E402
 from tests.hf.test_http import save_checkpoint  # noqa: E402
@@ -173,6 +179,24 @@ def test_a_start_logs_which_tokens_end_an_output_and_what_names_them(
         " (generation_config.json), 2 '<|end|>' (generation_config.json, the tokenizer)"
     )
     assert beyond == "eos_token_id 9999 (config.json) ends no output: the vocabulary has 307 tokens"
+
+
+def test_the_default_of_a_class_ends_an_output_where_it_is_a_special_token(
+    checkpoint: Path,
+) -> None:
+    """LlamaConfig's is 2: the end of Llama 2, and `#` in the vocabulary of Llama 3."""
+    tokenizer = HFTokenizer.from_folder(checkpoint)  # 2 is special, and its own end
+    special, word = (
+        EndToken(token, ("LlamaConfig" + DEFAULT_SUFFIX,))
+        for token in (tokenizer.eos_token, tokenizer.encode("#")[0])
+    )
+    named = EndToken(5, ("config.json",))
+    both = EndToken(word.token, (*named.origins, *word.origins))
+    own = EndToken(2, ("the tokenizer",))
+    merged = EndToken(2, (*special.origins, *own.origins))
+    assert complete_end_tokens([named, special], tokenizer) == (named, merged)
+    assert complete_end_tokens([named, word], tokenizer) == (named, own)
+    assert complete_end_tokens([both], tokenizer) == (both, own)
 
 
 def test_a_start_logs_a_chat_template_that_renders_no_message(

@@ -37,7 +37,12 @@ from forge.models.hf.loading.checkpoint_files import (
     refuse_model,
 )
 from forge.models.hf.loading.config_checks import refuse_sizes, refuse_unsupported
-from forge.models.hf.loading.end_tokens import EndToken, merge_end_tokens, parse_end_tokens
+from forge.models.hf.loading.end_tokens import (
+    DEFAULT_SUFFIX,
+    EndToken,
+    merge_end_tokens,
+    parse_end_tokens,
+)
 from forge.models.hf.loading.tensor_plan import (
     TensorPlan,
     plan_random_tensors,
@@ -155,7 +160,9 @@ def open_checkpoint(
             open_tensors(folder)
         if (folder / ADAPTER_FILE).exists():
             log.warning("%s is not read: the model is served without the adapter", ADAPTER_FILE)
-    config_origin = "config.json" if "eos_token_id" in raw else f"{type(config).__name__}'s default"
+    config_origin = (
+        "config.json" if "eos_token_id" in raw else type(config).__name__ + DEFAULT_SUFFIX
+    )
     max_positions = getattr(config, "max_position_embeddings", None)
     return Checkpoint(
         name,

@@ -5,6 +5,7 @@ Owns the union of what the files of a checkpoint name. Knows no model and no req
     generation_config.json   2       ┐
     config.json              2       ├─► 2 (both), 4 (the tokenizer): either one ends an output
     the tokenizer            4       ┘
+    LlamaConfig's default    2       where 2 is a special token, or nothing else is named
                              9999     beyond the vocabulary: logged by name, and left out
 
 Always true: an id that any file names ends an output. Fine-tunes change one of the files and leave
@@ -22,6 +23,10 @@ from forge.models.hf.tokenizer import HFTokenizer
 log = logging.getLogger("forge.start")
 
 
+DEFAULT_SUFFIX = "'s default"
+"""End of the origin of a token that no file names: the configuration's class does."""
+
+
 class EndToken(NamedTuple):
     """Token that ends an output.
 
@@ -30,6 +35,11 @@ class EndToken(NamedTuple):
 
     token: int
     origins: tuple[str, ...]
+
+    @property
+    def is_default(self) -> bool:
+        """Return whether no file names it."""
+        return all(origin.endswith(DEFAULT_SUFFIX) for origin in self.origins)
 
 
 def merge_end_tokens(named: Iterable[EndToken]) -> tuple[EndToken, ...]:
@@ -47,11 +57,17 @@ def parse_end_tokens(value: Any, origin: str) -> list[EndToken]:
 
 
 def complete_end_tokens(
-    from_files: Iterable[EndToken], tokenizer: HFTokenizer
+    from_files: Sequence[EndToken], tokenizer: HFTokenizer
 ) -> tuple[EndToken, ...]:
-    """Return the tokens that end an output: those of the files, then the tokenizer's own."""
+    """Return the tokens that end an output: those of the files, then the tokenizer's own.
+
+    The default of a class is that of another vocabulary, in which it may be a word: it counts where
+    the tokenizer has it as a special token, and where nothing else is named.
+    """
     own = parse_end_tokens(tokenizer.own_eos_token, "the tokenizer")
-    return merge_end_tokens([*from_files, *own])
+    is_special = tokenizer.special_token_ids.__contains__
+    named = [each for each in from_files if not each.is_default or is_special(each.token)]
+    return merge_end_tokens([*named, *own]) or tuple(from_files)
 
 
 def usable_end_ids(ends: Iterable[EndToken], vocab_size: int) -> list[int]:
