@@ -128,16 +128,21 @@ async def stream(llm):
             return
 
 if __name__ == "__main__":
-    asyncio.run(stream(AsyncLLM.spawn("hash:step_ms=5")))
+    llm = AsyncLLM.spawn("hash:step_ms=5")
+    if sys.argv[1] == "is killed while idle":  # nothing is written to the pipe that has closed
+        print(llm._host._process.pid, flush=True)
+        sys.stdin.read()
+    asyncio.run(stream(llm))
 """
 
 
-@pytest.mark.parametrize("way", ["is killed", "leaves"])
+@pytest.mark.parametrize("way", ["is killed while idle", "is killed", "leaves"])
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     with subprocess.Popen(
         [sys.executable, str(script), way],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -145,11 +150,11 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path, way: str)
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         try:
-            if way == "is killed":
+            if way != "leaves":
                 assert is_alive(pid)
                 parent.kill()
             parent.stdout.close()
-            assert parent.wait(TIMEOUT_S) == (-9 if way == "is killed" else 0)
+            assert parent.wait(TIMEOUT_S) == (0 if way == "leaves" else -9)
             wait_until(lambda: not is_alive(pid))
         finally:  # no process stays after a failure
             parent.kill()
