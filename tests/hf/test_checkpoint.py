@@ -588,6 +588,19 @@ def test_quantised_weights_without_a_quantization_config_are_refused_by_name(
     assert line.endswith("no quantization_config. Serve the checkpoint that it was made from")
 
 
+def test_names_of_a_wrapped_module_are_refused_with_the_names_that_the_files_have(
+    checkpoint_folder: Path,
+) -> None:
+    """As saved by DistributedDataParallel or by torch.compile."""
+    file = checkpoint_folder / "model.safetensors"
+    tensors = {f"module.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    refusal = refuse_load(checkpoint_folder)
+    assert "lacks weights of LlamaForCausalLM: lm_head.weight, model.embed_tokens" in refusal
+    assert "It has module.lm_head.weight, module.model.embed_tokens.weight" in refusal
+    assert "save it by the names of LlamaForCausalLM" in refusal
+
+
 def test_a_missing_head_is_refused_with_the_field_that_ties_it(checkpoint_folder: Path) -> None:
     file = checkpoint_folder / "model.safetensors"
     tensors = load_file(file)

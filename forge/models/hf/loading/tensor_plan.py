@@ -86,7 +86,7 @@ def plan_tensors(module: Any, folder: Path, stored: Mapping[str, StoredTensor]) 
     ]
     if missing:
         could_tie = set(module._tied_weights_keys or ()) - set(ties)
-        refuse_missing(folder, architecture, missing, could_tie)
+        refuse_missing(folder, architecture, missing, could_tie, sorted(matched.unused))
     if matched.unused:
         refuse_model(
             f"{folder} has weights that {architecture} with its config.json does not use: "
@@ -208,14 +208,24 @@ def refuse_shapes(
 
 
 def refuse_missing(
-    folder: Path, architecture: str, missing: Iterable[str], could_tie: Iterable[str] = ()
+    folder: Path,
+    architecture: str,
+    missing: Iterable[str],
+    could_tie: Iterable[str] = (),
+    unused: Sequence[str] = (),
 ) -> None:
     """Raise InvalidConfig about weights that no file has.
 
     could_tie   weights that would be others, if config.json tied them
+    unused      tensors of no weight: the missing ones, perhaps, by the names of a wrapped module
     """
     names = sorted(missing)
     remedy = "Fetch it again"
+    if unused:
+        remedy = (
+            f"It has {format_first(unused)}, which have no use: save it by the names of "
+            f"{architecture}, or fetch it again"
+        )
     if set(names) <= set(could_tie):
         remedy = (
             "Set tie_word_embeddings to true in config.json if the head is the embedding, or fetch "
