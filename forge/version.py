@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-VERSION = "0.1.0"
+VERSION = "0.1.1"
 
 DISTRIBUTION = "forge-llm-engine"
 """Not on the package index: install it from a clone, or from a wheel built there."""

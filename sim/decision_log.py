@@ -2,7 +2,7 @@
 
 Owns the format. Knows no file: it passes text to a function, and hashes each line.
 
-    {"forge": "0.1.0", "seed": 0, ...}                           line 1: all that decides the run
+    {"forge": "0.1.1", "seed": 0, ...}                           line 1: all that decides the run
     {"at": 1200, "arrive": 7, "prompt": 40, "output": 9}         times in nanoseconds; "class",
                                                                  "tenant" and "session" where they
                                                                  are not 0 or ""

@@ -37,7 +37,7 @@ from tests.docs.pages import ROOT
 HERE = Path(__file__).parent
 PAGES, SITE = ROOT / "build" / "site-pages", ROOT / "build" / "site"
 CONFIGURATION = ROOT / "build" / "zensical.toml"
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 
 
 def read_pages() -> dict[str, str]:

@@ -4,7 +4,7 @@ Owns the order and the titles of pages. A page that Home does not name is the la
 
     wiki/Home.md   ## Reading order     ─► a section for each heading with a table
                    links to ../docs/    ─► Using forge
-    CONTRIBUTING.md, CHANGELOG.md       ─► Project
+    CONTRIBUTING.md, ... CHANGELOG.md   ─► Project
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ def test_a_checkpoint_without_what_it_needs_says_what_to_install() -> None:
     assert run.stderr == (
         "forge info: MODEL: a checkpoint needs torch, which is not installed. "
         "In a clone of forge run pip install '.[hf]', or install "
-        "'forge_llm_engine-0.1.0-py3-none-any.whl[hf]'\n"
+        f"'forge_llm_engine-{__version__}-py3-none-any.whl[hf]'\n"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from forge import __version__
 from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
 from forge.seam import Row, StepPlan
@@ -55,7 +56,7 @@ def test_the_first_line_of_a_log_says_all_that_decides_the_run() -> None:
     options = {each.name for each in fields(Scenario)} - {"engine", "seed"}
     assert set(header["options"]) == options
     assert set(header["engine"]) == {each.name for each in fields(EngineConfig)}
-    assert (header["seed"], header["forge"], header["calibration"]) == (5, "0.1.0", None)
+    assert (header["seed"], header["forge"], header["calibration"]) == (5, __version__, None)
     assert len(header["code"]) == 64
     # Defaults are in it, too.
     unset = Scenario().header()["options"]
