@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from forge import __version__
 from forge.cli.main import main
 from forge.config import EngineConfig, Speculation
 from forge.errors import InvalidConfig
@@ -240,7 +241,7 @@ def identity(config: EngineConfig = CONFIG) -> Identity:
         "qwen3-4b",
         "bfloat16",
         "NVIDIA H200",
-        {"forge": "0.1.0", "torch": "2.11.0"},
+        {"forge": __version__, "torch": "2.11.0"},
         "c0de",
         select_engine_settings(config),
     )
@@ -1091,10 +1092,10 @@ def test_a_smaller_engine_is_covered():
         ({"dtype": "float16"}, "dtype was bfloat16, is float16"),
         ({"code": "0ther"}, "code was c0de, is 0ther"),
         (
-            {"versions": {"forge": "0.1.0", "torch": "2.12.0"}},
+            {"versions": {"forge": __version__, "torch": "2.12.0"}},
             "version torch was 2.11.0, is 2.12.0",
         ),
-        ({"versions": {"forge": "0.1.0"}}, "version torch was 2.11.0, is absent"),
+        ({"versions": {"forge": __version__}}, "version torch was 2.11.0, is absent"),
         (
             {"engine": select_engine_settings(replace(CONFIG, block_size=64))},
             "block_size was 16, is 64",
@@ -1109,7 +1110,7 @@ def test_another_machine_model_or_code_is_refused_by_name(changes: dict[str, Any
 
 def test_another_version_is_refused_where_nothing_is_measured():
     old = identity()._replace(versions={"forge": "0.0.9"})
-    with pytest.raises(InvalidConfig, match=r"version forge was 0\.0\.9, is 0\.1\.0"):
+    with pytest.raises(InvalidConfig, match=f"version forge was 0.0.9, is {__version__}"):
         replace(calibration(), identity=old).check_engine(CONFIG)
 
 
