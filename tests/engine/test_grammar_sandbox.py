@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import select
 
@@ -78,11 +78,13 @@ def compiler() -> Iterator[GrammarSandbox]:
 
 
 def children_of(pid: int) -> list[int]:
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
+    """Return the processes that this one started. Others may end meanwhile, as its threads may."""
+    children = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if f"\nPPid:\t{pid}\n" in status.read_text():
+                children.append(int(status.parent.name))
+    return children
 
 
 def compiler_pid(compiler: GrammarSandbox) -> int:
