@@ -12,31 +12,22 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from forge.bench.result_file import create_result, write_json
 from tests.core.reasoning_worlds import SCHEMAS_PER_WORLD, run_world
-
-MAX_REASON = 300
+from tests.tools.seed_worlds import run_worlds
 
 
 def run_seeds(seeds: Iterable[int]) -> dict[str, Any]:
     """Return how the outputs of the seeds' worlds ended, and which worlds failed."""
-    endings, failed, num_worlds = Counter[str](), [], 0
-    for seed in seeds:
-        num_worlds += 1
-        try:
-            endings += run_world(seed)
-        except Exception as failure:
-            reason = f"{type(failure).__name__}: {failure}"[:MAX_REASON]
-            failed.append({"seed": seed, "reason": reason})
+    counts = run_worlds(run_world, seeds)
     return {
-        "worlds": num_worlds,
-        "schemas": num_worlds * SCHEMAS_PER_WORLD,
-        "failed": failed,
-        "endings": dict(sorted(endings.items())),
+        "worlds": counts.num_worlds,
+        "schemas": counts.num_worlds * SCHEMAS_PER_WORLD,
+        "failed": counts.failed,
+        "endings": counts.endings,
     }
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from forge.bench.result_file import create_result, write_json
 from tests.core import schema_worlds
 from tests.server import tool_worlds
+from tests.tools.seed_worlds import run_worlds
 
-MAX_REASON = 1000
 WORLDS: dict[str, Callable[[int], Counter[str]]] = {
     "schema": schema_worlds.run_world,
     "tool": tool_worlds.run_world,
@@ -32,15 +32,8 @@ WORLDS: dict[str, Callable[[int], Counter[str]]] = {
 
 def run_seeds(run_world: Callable[[int], Counter[str]], seeds: Iterable[int]) -> dict[str, Any]:
     """Return how the outputs of the seeds' worlds ended, and which worlds failed."""
-    endings, failed, num_worlds = Counter[str](), [], 0
-    for seed in seeds:
-        num_worlds += 1
-        try:
-            endings += run_world(seed)
-        except Exception as failure:
-            reason = f"{type(failure).__name__}: {failure}"[:MAX_REASON]
-            failed.append({"seed": seed, "reason": reason})
-    return {"schemas": num_worlds, "failed": failed, "endings": dict(sorted(endings.items()))}
+    counts = run_worlds(run_world, seeds)
+    return {"schemas": counts.num_worlds, "failed": counts.failed, "endings": counts.endings}
 
 
 def main(words: list[str]) -> int:
